@@ -19,7 +19,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.methods import Draws, Grid
 from elfatt_sd.phases import Phase
-from elfatt_sd.runtime.call import LayerState
+from elfatt_sd.runtime.call import LayerCall
 from elfatt_sd.runtime.choosing import choose_layers
 from elfatt_sd.runtime.exact_run import ExactRun, image_of
 
@@ -95,7 +95,7 @@ class _Measured:
         if rows:
             self._keep(self._step, rows)
 
-    def _after_layer(self, state: LayerState, again: Callable[[], Any], output: Any) -> None:
+    def _after_layer(self, state: LayerCall, again: Callable[[], Any], output: Any) -> None:
         step, layer = state.call.step, state.layer.name
         if not state.call.scheduled:
             return
@@ -107,7 +107,7 @@ class _Measured:
             if layer in self._layers[name] and self._wanted(name, step):
                 self._errors[name, layer] += self._compare(config, state, again, exact)
 
-    def _compare(self, config: PatchConfig, state: LayerState, again: Callable[[], Any], exact: Tensor) -> list[Tensor]:
+    def _compare(self, config: PatchConfig, state: LayerCall, again: Callable[[], Any], exact: Tensor) -> list[Tensor]:
         """Return the relative L2 errors of the images of the batch, for each draw."""
         step = state.call.step
         phase = config.for_layer(state.layer.name).phase_at(step, self.run.steps)

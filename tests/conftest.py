@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import torch
 from diffusers.utils import logging as diffusers_logging
+from support import tiny_pipelines as tiny
 from transformers.utils import logging as transformers_logging
 
 import elfatt_sd

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import load_script
+from support.checks import load_script
 
 from elfatt_sd import devices
 from elfatt_sd.devices import (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
+from support import tiny_pipelines as tiny
 from typer.testing import CliRunner
 
 from elfatt_sd import cli

@@ -9,12 +9,11 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_joint
-import tiny_pipelines as tiny
-import tiny_transformers
 import torch
-from checks import like, recorded
 from PIL import Image
+from support import tiny_pipelines as tiny
+from support import tiny_transformers
+from support.checks import like, recorded
 
 from elfatt_sd.patch import is_patched
 
@@ -22,9 +21,9 @@ PAGE = (Path(__file__).parents[1] / "docs/howto.md").read_text()
 SECTIONS = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
 SMALL = {"height": 32, "width": 32}
 JOINT = {
-    "StableDiffusion3Pipeline": tiny_joint.sd3,
-    "QwenImagePipeline": tiny_joint.qwen_image,
-    "WanPipeline": tiny_joint.wan,
+    "StableDiffusion3Pipeline": tiny_transformers.sd3,
+    "QwenImagePipeline": tiny_transformers.qwen_image,
+    "WanPipeline": tiny_transformers.wan,
 }
 
 

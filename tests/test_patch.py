@@ -14,17 +14,16 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import processors
-from patch_checks import ACTIVE, elfatt_processors, picture
+from support import tiny_pipelines as tiny
+from support.checks import ACTIVE, elfatt_processors, picture_of, processors
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.patch import current_config
 from elfatt_sd.runtime import call as state_module
-from elfatt_sd.runtime.call import LayerState
+from elfatt_sd.runtime.call import LayerCall
 
 EVERY_SETTING = [
     PatchConfig.preset("elfatt", active_fraction=1.0, block_order=order, block_size=37)
@@ -48,26 +47,26 @@ EVERY_ID = [f"{config.method}-{config.phases[-1].attention.name}-{index}" for in
 
 @pytest.mark.parametrize("config", EVERY_SETTING, ids=EVERY_ID)
 def test_changes_the_picture_and_puts_everything_back(pipe: Any, config: PatchConfig) -> None:
-    before, untouched, modules = processors(pipe), picture(pipe), list(vars(pipe.unet))
+    before, untouched, modules = processors(pipe), picture_of(pipe), list(vars(pipe.unet))
     assert elfatt_sd.apply_patch(pipe, config) is pipe
-    approximated = picture(pipe)
+    approximated = picture_of(pipe)
     assert approximated.isfinite().all()
     assert not torch.equal(approximated, untouched)
-    assert torch.equal(picture(pipe), approximated)  # the same call twice
+    assert torch.equal(picture_of(pipe), approximated)  # the same call twice
     assert elfatt_sd.remove_patch(pipe) is pipe
     assert all(processors(pipe)[name] is old for name, old in before.items())
     assert list(vars(pipe.unet)) == modules
     assert not pipe.unet._forward_pre_hooks
-    assert torch.equal(picture(pipe), untouched)
+    assert torch.equal(picture_of(pipe), untouched)
 
 
 @pytest.mark.parametrize("method", ["tome", "elfatt"])
 def test_nothing_merged_is_bit_identical(pipe: Any, method: str) -> None:
-    untouched = picture(pipe)
+    untouched = picture_of(pipe)
     settings: dict[str, Any] = {"active_fraction": 0.0} if method == "elfatt" else {}
     with pytest.warns(UserWarning, match=f"with ratio=0.0.*, method '{method}' approximates nothing"):
         elfatt_sd.apply_patch(pipe, method, ratio=0.0, **settings)
-    assert torch.equal(picture(pipe), untouched)
+    assert torch.equal(picture_of(pipe), untouched)
 
 
 def test_steps_outside_the_phases_are_bit_identical(pipe: Any) -> None:
@@ -82,7 +81,7 @@ def test_steps_outside_the_phases_are_bit_identical(pipe: Any) -> None:
             return kwargs
 
         pipe.scheduler = tiny.ddim()
-        picture(pipe, steps=6, callback_on_step_end=keep)
+        picture_of(pipe, steps=6, callback_on_step_end=keep)
         traces.append(trace)
     same = [torch.equal(before, after) for before, after in zip(*traces, strict=True)]
     assert same == [True] * 3 + [False] * 3
@@ -100,13 +99,13 @@ def test_patching_twice_replaces(pipe: Any) -> None:
     before = processors(pipe)
     elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)
     elfatt_sd.apply_patch(pipe, "elfatt")
-    both = picture(pipe)
+    both = picture_of(pipe)
     assert len(pipe.unet._forward_pre_hooks) == 1
     elfatt_sd.remove_patch(pipe)
     elfatt_sd.remove_patch(pipe)  # once more does no harm
     assert all(processors(pipe)[name] is old for name, old in before.items())
     elfatt_sd.apply_patch(pipe, "elfatt")
-    assert torch.equal(picture(pipe), both)
+    assert torch.equal(picture_of(pipe), both)
 
 
 def test_context_manager_restores_after_an_exception(pipe: Any) -> None:
@@ -143,37 +142,37 @@ def test_a_pipeline_tells_whether_it_is_patched(pipe: Any) -> None:
 def test_a_context_leaves_what_shares_its_unet_as_it_was(pipe: Any) -> None:
     """A pipeline with a ControlNet, built around the UNet of a patched one."""
     elfatt_sd.apply_patch(pipe, "elfatt")
-    before = picture(pipe, 5)
+    before = picture_of(pipe, 5)
     net = tiny.controlnet(pipe.unet)
     parts = {**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)}
     with elfatt_sd.patched(diffusers.StableDiffusionControlNetPipeline(**parts, controlnet=net), "tome"):
         assert elfatt_processors(net)
     assert not elfatt_processors(net)
     assert pipe.unet.elfatt_patch._schedule._find_scheduler() is pipe.scheduler
-    assert torch.equal(picture(pipe, 5), before)
+    assert torch.equal(picture_of(pipe, 5), before)
 
 
 def test_global_random_state_stays(pipe: Any) -> None:
     for method in ACTIVE:
         elfatt_sd.apply_patch(pipe, method)
         state = torch.get_rng_state()
-        picture(pipe)
+        picture_of(pipe)
         assert torch.equal(torch.get_rng_state(), state), method
 
 
 def test_results_do_not_depend_on_what_ran_before(pipe: Any) -> None:
     for config in (PatchConfig.preset("elfatt", block_order="spread"), PatchConfig.preset("tome", reuse_steps=3)):
         elfatt_sd.apply_patch(pipe, config)
-        fresh = picture(pipe)
-        picture(pipe, steps=5, prompt="other", height=48, width=32)
-        picture(pipe, steps=2, generator=torch.Generator().manual_seed(9))
-        assert torch.equal(picture(pipe), fresh)
+        fresh = picture_of(pipe)
+        picture_of(pipe, steps=5, prompt="other", height=48, width=32)
+        picture_of(pipe, steps=2, generator=torch.Generator().manual_seed(9))
+        assert torch.equal(picture_of(pipe), fresh)
 
 
 def test_seed_moves_the_random_destinations_and_fixed_ones_ignore_it(pipe: Any) -> None:
     def result(**settings: Any) -> torch.Tensor:
         with elfatt_sd.patched(pipe, "tome", **settings):
-            return picture(pipe)
+            return picture_of(pipe)
 
     assert not torch.equal(result(seed=0), result(seed=1))
     assert torch.equal(result(use_rand=False), result(seed=1, use_rand=False))
@@ -182,19 +181,19 @@ def test_seed_moves_the_random_destinations_and_fixed_ones_ignore_it(pipe: Any) 
 
 def test_draws_differ_by_step_and_layer_and_are_shared_by_the_batch(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: dict[tuple[int, int], torch.Tensor] = {}
-    begin = LayerState.begin
+    begin = LayerCall.begin
 
-    def record(self: LayerState, phase: Phase, step: int, *args: Any) -> bool:
+    def record(self: LayerCall, phase: Phase, step: int, *args: Any) -> bool:
         holds = begin(self, phase, step, *args)
         assert self.split is not None
         drawn[step, self.index] = self.split.places[self.split.sources :]
         return holds
 
-    monkeypatch.setattr(LayerState, "begin", record)
+    monkeypatch.setattr(LayerCall, "begin", record)
     elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)
     for batch in (1, 2, 3):  # prompts; odd batches and no guidance keep their random destinations
         drawn.clear()
-        picture(pipe, prompt=["a"] * batch, guidance_scale=1.0 if batch == 3 else 3.0)
+        picture_of(pipe, prompt=["a"] * batch, guidance_scale=1.0 if batch == 3 else 3.0)
         assert len({tuple(choice.tolist()) for choice in drawn.values()}) == len(drawn) > 3
         assert all(choice.ndim == 1 and choice.unique().numel() > 1 for choice in drawn.values())
 
@@ -203,16 +202,16 @@ def test_draws_differ_by_step_and_layer_and_are_shared_by_the_batch(pipe: Any, m
 def test_pictures_of_a_batch_do_not_influence_each_other(pipe: Any, method: str) -> None:
     elfatt_sd.apply_patch(pipe, method)
     latents = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-    together = picture(pipe, prompt=["a", "b", "c"], latents=latents.clone())
-    alone = picture(pipe, prompt="b", latents=latents[1:2].clone())
+    together = picture_of(pipe, prompt=["a", "b", "c"], latents=latents.clone())
+    alone = picture_of(pipe, prompt="b", latents=latents[1:2].clone())
     torch.testing.assert_close(together[1:2], alone, atol=1e-4, rtol=0)
 
 
 def test_guidance_halves_have_the_same_destinations(pipe: Any) -> None:
     """With the same text in both halves the two predictions agree exactly, so guidance changes nothing."""
     elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)
-    plain = picture(pipe, prompt="", guidance_scale=1.0)
-    guided = picture(pipe, prompt="", guidance_scale=7.5)
+    plain = picture_of(pipe, prompt="", guidance_scale=1.0)
+    guided = picture_of(pipe, prompt="", guidance_scale=7.5)
     torch.testing.assert_close(guided, plain, atol=1e-4, rtol=0)
 
 
@@ -288,7 +287,7 @@ def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.Monke
     ):
         counted.clear()
         with elfatt_sd.patched(pipe, "tome", **settings):
-            picture(pipe, steps=4)
+            picture_of(pipe, steps=4)
         assert len(counted) == expected, settings
 
 
@@ -323,14 +322,14 @@ def test_plan_of_a_late_method_ends_with_exact_attention(pipe: Any) -> None:
 
 
 def test_one_block_and_no_merging_is_exact_attention(pipe: Any) -> None:
-    untouched = picture(pipe)
+    untouched = picture_of(pipe)
     config = PatchConfig("one", (Phase(1.0, "block", block_size=256),))
     with elfatt_sd.patched(pipe, config):
-        torch.testing.assert_close(picture(pipe), untouched, atol=1e-5, rtol=0)
+        torch.testing.assert_close(picture_of(pipe), untouched, atol=1e-5, rtol=0)
     with elfatt_sd.patched(
         pipe, dataclasses.replace(config, phases=(Phase(1.0, "block", block_size=256, block_order="spread"),))
     ):
-        torch.testing.assert_close(picture(pipe), untouched, atol=1e-4, rtol=0)
+        torch.testing.assert_close(picture_of(pipe), untouched, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("redraw", [True, False])
@@ -347,7 +346,7 @@ def test_blocks_and_samples_are_drawn_in_every_step_or_once(pipe: Any, attention
 
     hook = pipe.unet.register_forward_hook(record)
     try:
-        picture(pipe, steps=3)
+        picture_of(pipe, steps=3)
     finally:
         hook.remove()
     assert torch.equal(drawn[0], drawn[1]) is not redraw
@@ -360,8 +359,8 @@ def test_agents_are_pooled_in_the_order_asked_for(pipe: Any, ratio: float) -> No
     for order in ("sequence", "windows", "strided"):
         phase = Phase(1.0, "agent", agents=16, block_order=order, ratio=ratio)
         with elfatt_sd.patched(pipe, PatchConfig("pooled", (phase,))):
-            pictures.append(picture(pipe))
-    assert len({picture.numpy().tobytes() for picture in pictures}) == 3
+            pictures.append(picture_of(pipe))
+    assert len({picture_of.numpy().tobytes() for picture_of in pictures}) == 3
 
 
 def test_settings_without_effect_are_warned_of_once(pipe: Any) -> None:
@@ -389,7 +388,7 @@ def test_changes_of_a_configuration_without_effect_are_warned_of(pipe: Any) -> N
 def test_a_stride_that_leaves_nothing_to_merge_is_told(pipe: Any) -> None:
     elfatt_sd.apply_patch(pipe, "tome", stride=64)
     with pytest.warns(UserWarning, match="no token of 16x16 can be merged by tome, whose attention is exact there"):
-        picture(pipe, steps=2)
+        picture_of(pipe, steps=2)
 
 
 NEW = "came into it after apply_patch, and has no patch; call apply_patch again"
@@ -402,7 +401,7 @@ def with_controlnet(pipe: Any, net: Any) -> Any:
 
 
 def test_what_a_pipeline_no_longer_holds_is_put_back(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, other, untouched = pipe.unet, tiny.unet(), picture(pipe)
+    first, other, untouched = pipe.unet, tiny.unet(), picture_of(pipe)
     before = processors(pipe)
     elfatt_sd.apply_patch(pipe, "elfatt")
     monkeypatch.setattr(pipe, "unet", other)
@@ -413,7 +412,7 @@ def test_what_a_pipeline_no_longer_holds_is_put_back(pipe: Any, monkeypatch: pyt
     assert not (elfatt_sd.is_patched(first) or elfatt_sd.is_patched(other))
     pipe.unet = first
     assert all(processors(pipe)[name] is old for name, old in before.items())
-    assert torch.equal(picture(pipe), untouched)
+    assert torch.equal(picture_of(pipe), untouched)
     with pytest.warns(UserWarning, match=NEW), elfatt_sd.patched(pipe, "elfatt"):
         pipe.unet = other
     assert not (elfatt_sd.is_patched(first) or elfatt_sd.is_patched(other))
@@ -483,11 +482,11 @@ def test_a_controlnet_that_comes_later_is_named_when_it_draws(pipe: Any) -> None
     guided = with_controlnet(pipe, one)
     given = {"image": torch.rand(1, 3, 32, 32)}
     elfatt_sd.apply_patch(guided, "tome")
-    picture(guided, **given)
+    picture_of(guided, **given)
     guided.controlnet = two
     with pytest.warns(UserWarning, match=f"the controlnet of this StableDiffusionControlNetPipeline {NEW}"):
-        picture(guided, **given)
-    picture(guided, **given)  # said once
+        picture_of(guided, **given)
+    picture_of(guided, **given)  # said once
     elfatt_sd.remove_patch(guided)
     assert not elfatt_processors(one) and not elfatt_processors(two)
 

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import checks
 import diffusers
 import pytest
-import tiny_transformers
 import torch
+from support import checks, tiny_transformers
 
 import elfatt_sd
 from elfatt_sd import errors as optional

@@ -7,8 +7,8 @@ import warnings
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import torch
+from support import tiny_pipelines as tiny
 
 import elfatt_sd
 from elfatt_sd.config import EXACT, METHODS, PatchConfig, Phase

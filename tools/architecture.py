@@ -24,7 +24,7 @@ CALL = {  # what a call of a patched denoiser comes through, and why it goes the
     "Memory": "what did earlier steps keep?",
     "Call": "what do its layers share?",
     "PatchedLayer": "the model calls each layer",
-    "LayerState": "which phase, which grid?",
+    "LayerCall": "which phase, which grid?",
     "ElfattProcessor": "exact, or approximate",
 }
 _LEFT, _NAME, _RIGHT, _WIDTH, _TOP = 10, 156, 600, 1000, 44  # pixels

@@ -35,7 +35,7 @@ from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.measure import timed
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase
-from elfatt_sd.runtime.call import Call, LayerState
+from elfatt_sd.runtime.call import Call, LayerCall
 from elfatt_sd.runtime.joint_processor import attention_alone
 from elfatt_sd.runtime.memory import AT_ONCE
 from elfatt_sd.runtime.processor import PatchedLayer, approximate
@@ -121,14 +121,14 @@ class Tuner:
         self._warned = False
         self._keys: dict[object, str] = {}  # by all that can change from call to call
 
-    def pays(self, state: LayerState, phase: Phase, sample: Tensor) -> bool:
+    def pays(self, state: LayerCall, phase: Phase, sample: Tensor) -> bool:
         decision = self.decide(state, phase, sample)
         if decision.obstacle and not self._warned:
             self._warned = True
             warnings.warn(f"elfatt-sd: with autotune, {state.layer.name} is {decision}.", stacklevel=2)
         return decision.pays
 
-    def decide(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
+    def decide(self, state: LayerCall, phase: Phase, sample: Tensor) -> Decision:
         """Look a decision up, or measure it; `state` must know its grid and stays as it is."""
         if self.compiling or _is_compiled(self._denoiser, state.layer.name):
             return _COMPILED
@@ -144,7 +144,7 @@ class Tuner:
             self._decisions.put(key, decision)
         return decision
 
-    def _key(self, state: LayerState, phase: Phase, sample: Tensor) -> str:
+    def _key(self, state: LayerCall, phase: Phase, sample: Tensor) -> str:
         kind = sample.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         where = state.index, state.grid, state.original, state.fused, phase
@@ -153,7 +153,7 @@ class Tuner:
             self._keys[where, given] = decision_key(state, phase, sample)
         return self._keys[where, given]
 
-    def _measure(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
+    def _measure(self, state: LayerCall, phase: Phase, sample: Tensor) -> Decision:
         if sample.device.type == "meta":
             return _NO_WEIGHTS
         if state.layer.joint:
@@ -196,7 +196,7 @@ class Tuner:
             calls.append((untouched, _exact_share(state, phase)))
         return measure(untouched, calls, sample.device)
 
-    def _measure_joint(self, state: LayerState, phase: Phase, sample: Tensor) -> Decision:
+    def _measure_joint(self, state: LayerCall, phase: Phase, sample: Tensor) -> Decision:
         """Time the attention alone: projections are the same with and without the patch."""
         if phase.merge.ratio:
             return _MERGED
@@ -215,15 +215,15 @@ class Tuner:
         return measure(exact, calls, sample.device)
 
 
-def _exact_share(state: LayerState, phase: Phase) -> float:
+def _exact_share(state: LayerCall, phase: Phase) -> float:
     return 1 / phase.residual_steps / _copies(state, phase)
 
 
-def _copies(state: LayerState, phase: Phase) -> int:
+def _copies(state: LayerCall, phase: Phase) -> int:
     return state.call.copies if phase.shares_guidance else 1
 
 
-def _beginning(state: LayerState, phase: Phase, device: torch.device) -> Callable[[], None]:
+def _beginning(state: LayerCall, phase: Phase, device: torch.device) -> Callable[[], None]:
     kept = state.begin(phase, 0, device) and device.type not in AT_ONCE
 
     def begin() -> None:
@@ -242,7 +242,7 @@ def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase
     module = unwrap(denoiser)
     sample = family_of(module).call(module, (), family_of(module).arguments(module, size, 2, fill)).sample
     tuner, decisions = Tuner(denoiser), {}
-    state = LayerState(layer, Call(layer.denoiser.config), layer.layer.grid(size))
+    state = LayerCall(layer, Call(layer.denoiser.config), layer.layer.grid(size))
     state.call.copies = len(sample)
     for phase in layer.config.phases:
         if not phase.exact:
@@ -257,7 +257,7 @@ def matching_uses(config: PatchConfig, layer: SelfAttention, layers: Iterable[Se
     return max(alike, 1) * config.reuse_steps
 
 
-def decision_key(state: LayerState, phase: Phase, sample: Tensor) -> str:
+def decision_key(state: LayerCall, phase: Phase, sample: Tensor) -> str:
     """Return what a decision depends on, as text: device, versions, shape, exact attention, phase and run settings."""
     attention: Any = state.layer.attention
     config, device = state.call.config, sample.device
@@ -318,7 +318,7 @@ def _batch(sample: Tensor) -> int:
     return sample.numel() // (sample.shape[1] * sample.shape[-2] * sample.shape[-1])
 
 
-def _uses(state: LayerState, phase: Phase) -> int:
+def _uses(state: LayerCall, phase: Phase) -> int:
     layers = (other.layer for other in state.patched.denoiser.layers)
     return matching_uses(state.call.config, state.layer, layers) if phase.matches else 1
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _BYTES = 2  # of a value in a narrower dtype
 
 
-class LayerState:
+class LayerCall:
     """What a patched layer knows in one call of the denoiser."""
 
     def __init__(self, patched: PatchedLayer, call: Call, grid: Grid = NO_GRID) -> None:
@@ -233,7 +233,7 @@ class Call:
         # entered: whether the denoiser has come to its first convolution, or to its `forward`
         # repeats: whether a checkpoint may compute it, or a part of it, once more
         self.scheduled = self.last = self.entered = self.repeats = False
-        self.states: dict[int, LayerState] = {}  # of the patched layers, by the layer's index
+        self.states: dict[int, LayerCall] = {}  # of the patched layers, by the layer's index
 
     def restart(self) -> None:
         """Begin again, when the whole call is computed once more."""
@@ -245,7 +245,7 @@ class Call:
 class Denoiser:
     """What the patched layers of one UNet or ControlNet share."""
 
-    def __init__(self, config: PatchConfig, pays: Callable[[LayerState, Phase, Tensor], bool] | None = None) -> None:
+    def __init__(self, config: PatchConfig, pays: Callable[[LayerCall, Phase, Tensor], bool] | None = None) -> None:
         self.config = config
         self.pays = pays
         self.layers: list[PatchedLayer] = []
@@ -293,7 +293,7 @@ class Denoiser:
         if ahead is not None:
             ahead.fill(step)
         for layer in self.layers:
-            state = call.states[layer.index] = LayerState(layer, call)
+            state = call.states[layer.index] = LayerCall(layer, call)
             if ahead is None or not ahead.give(state):
                 self._begin(state, ahead)
             phase = phases[layer.index]
@@ -316,7 +316,7 @@ class Denoiser:
             return dict.fromkeys((layer.index for layer in self.layers), self.config.phase_at(step, steps))
         return {layer.index: layer.config.phase_at(step, steps) for layer in self.layers}
 
-    def _begin(self, state: LayerState, ahead: RunDraws | None) -> None:
+    def _begin(self, state: LayerCall, ahead: RunDraws | None) -> None:
         """Prepare a layer for a call."""
         layer, call = state.patched, state.call
         given = call.given
@@ -350,7 +350,7 @@ class Denoiser:
         steps = len(list(itertools.takewhile(lambda phases: phases == call.phases, later)))
         ahead = RunDraws(devices, call.step + steps)
         for layer in self.layers:
-            self._begin(LayerState(layer, call), ahead)
+            self._begin(LayerCall(layer, call), ahead)
         ahead.allocate()
         return ahead
 

@@ -14,7 +14,7 @@ from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.families import takes_steps, unwrap
 from elfatt_sd.methods.base import Ahead
 from elfatt_sd.phases import Phase
-from elfatt_sd.runtime.call import Call, LayerState
+from elfatt_sd.runtime.call import Call, LayerCall
 from elfatt_sd.runtime.choosing import choose_layers
 from elfatt_sd.runtime.denoiser import Owner, Patch
 from elfatt_sd.runtime.processor import PatchedLayer
@@ -24,7 +24,7 @@ from elfatt_sd.runtime.surroundings import after_forward, device_of
 _PLACEHOLDER = PatchConfig(
     "probe", residual_limit=10**6, per_layer=(LayerPhases("*", (Phase(1.0, "reuse", residual_steps=2),)),)
 )
-AfterLayer = Callable[[LayerState, Callable[[], Any], Any], None]
+AfterLayer = Callable[[LayerCall, Callable[[], Any], Any], None]
 AfterCall = Callable[[Call, Callable[[], Any], Any], None]
 
 
@@ -75,7 +75,7 @@ class ExactRun:
 
     def approximate(
         self,
-        state: LayerState,
+        state: LayerCall,
         again: Callable[[], Any],
         phase: Phase,
         step: int,
@@ -85,7 +85,7 @@ class ExactRun:
         """Return what a layer gives in place of its exact output; nothing is carried over from other layers."""
         states, call = state.call.states, Call(config, step)
         call.given = state.call.given
-        states[state.index] = own = LayerState(state.patched, call, state.grid)
+        states[state.index] = own = LayerCall(state.patched, call, state.grid)
         try:
             own.begin(phase, step, device_of(state.patched.parts, call.given.sample.device), ahead)
             own.block_input = self._block_inputs.get(state.layer.name)
@@ -127,7 +127,7 @@ class ExactRun:
             self._after_call(call, again, output)
 
 
-def image_of(output: Any, state: LayerState) -> Tensor:
+def image_of(output: Any, state: LayerCall) -> Tensor:
     given: Tensor = output[0] if isinstance(output, tuple) else output
     given = given.flatten(2).transpose(1, 2) if given.ndim == 4 else given
     before = state.call.given.before if given.shape[1] > state.grid.tokens else 0

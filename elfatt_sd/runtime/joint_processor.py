@@ -20,7 +20,7 @@ from elfatt_sd.attention.ordering import order_merged
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.joint import exact_function, with_attention
-from elfatt_sd.runtime.call import STATE, LayerState, attend, rounded
+from elfatt_sd.runtime.call import STATE, LayerCall, attend, rounded
 from elfatt_sd.runtime.surroundings import skipped_like, stand_in
 
 Exact = Callable[..., Tensor]
@@ -30,7 +30,7 @@ _FORWARDED = ("_attention_backend", "_parallel_config")  # attributes that diffu
 class _Current:
     """The layer that is being called, and how its tokens are merged."""
 
-    state: LayerState | None = None
+    state: LayerCall | None = None
     matching: Matching | None = None
 
 
@@ -54,7 +54,7 @@ class JointProcessor:
 
     def apply(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the layer; arguments and result are the original's."""
-        state: LayerState | None = attn.elfatt_state.state if hasattr(attn, STATE) else None
+        state: LayerCall | None = attn.elfatt_state.state if hasattr(attn, STATE) else None
         if state is None or state.phase.exact:
             return self.original(attn, *args, **kwargs)
         if obstacle := stand_in(attn, state.phase.merge.ratio > 0):
@@ -66,7 +66,7 @@ class JointProcessor:
             state.block_input = state.candidates = None
             state.calls += 1
 
-    def _approximated(self, state: LayerState, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _approximated(self, state: LayerCall, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Apply the layer with approximate attention, after merging where the phase merges."""
         matching = None
         if state.phase.merge.ratio:
@@ -81,7 +81,7 @@ class JointProcessor:
         return _corrected(state, approximated, exact, matching)
 
     def _call(
-        self, state: LayerState, matching: Matching | None, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, state: LayerCall, matching: Matching | None, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call the original processor with our attention function, on tokens that are merged already."""
         current = _compiled if torch.compiler.is_compiling() else _eager
@@ -127,7 +127,7 @@ def _forwarded(name: str) -> property:
     return property(lambda ours: getattr(ours.original, name), lambda ours, value: setattr(ours.original, name, value))
 
 
-def _merge(state: LayerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+def _merge(state: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Merge the image tokens that a processor is given, in block order where its attention has blocks."""
     tokens = args[0] if args else kwargs["hidden_states"]
     matching = state.matching(tokens, state.phase.merge.ratio)
@@ -140,7 +140,7 @@ def _merge(state: LayerState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return (matching, (merged, *args[1:]), kwargs) if args else (matching, args, {**kwargs, "hidden_states": merged})
 
 
-def _corrected(state: LayerState, approximated: Callable[[], Any], exact: Callable[[], Any], matching: Matching) -> Any:
+def _corrected(state: LayerCall, approximated: Callable[[], Any], exact: Callable[[], Any], matching: Matching) -> Any:
     """Take the error of merging and attention together off a layer's output: merged tokens change from step to step."""
     text: list[Any] = []
 
@@ -186,7 +186,7 @@ def _around(image: slice, tokens: int) -> tuple[slice, slice]:
 
 
 def _obstacle(
-    state: LayerState, query: Tensor, key: Tensor, image: slice, mask: Tensor | None, options: dict[str, Any]
+    state: LayerCall, query: Tensor, key: Tensor, image: slice, mask: Tensor | None, options: dict[str, Any]
 ) -> str:
     if query.shape[1] != key.shape[1]:
         return "it was given other tokens to attend to"
@@ -212,7 +212,7 @@ class _Joint:
 
     def __init__(
         self,
-        state: LayerState,
+        state: LayerCall,
         exact: Exact,
         tensors: tuple[Tensor, Tensor, Tensor],
         mask: Tensor | None,
@@ -274,7 +274,7 @@ class _Joint:
         return Keys(keys, values, mask, stands_for)
 
 
-def attention_alone(state: LayerState, sample: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def attention_alone(state: LayerCall, sample: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """Return a layer's exact attention and its approximation, to be timed; projections are the same with both."""
     layer, attention = state.layer, state.layer.attention
     tokens, heads = layer.text + state.grid.tokens, int(attention.heads)
@@ -294,7 +294,7 @@ def attention_alone(state: LayerState, sample: Tensor) -> tuple[Callable[[], Any
 class LayerOfTensors:
     """A layer in one call, as an attention sees it, whose queries, keys and values are there; see `methods.Layer`."""
 
-    def __init__(self, state: LayerState, context: Keys | None, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, state: LayerCall, context: Keys | None, q: Tensor, k: Tensor, v: Tensor) -> None:
         config = state.call.config
         if config.fp32_logits:
             q, k, v = q.float(), k.float(), v.float()

@@ -20,7 +20,7 @@ from elfatt_sd.runtime.surroundings import device_of
 
 if TYPE_CHECKING:
     from elfatt_sd.config import PatchConfig
-    from elfatt_sd.runtime.call import Call, LayerState
+    from elfatt_sd.runtime.call import Call, LayerCall
     from elfatt_sd.runtime.schedule import Run
 
 GIB = 2**30
@@ -194,12 +194,12 @@ class RunDraws:
     def device_of(self, layer: int) -> torch.device:
         return self._devices[layer] if self._allocated else torch.device("cpu")
 
-    def keep(self, state: LayerState) -> None:
+    def keep(self, state: LayerCall) -> None:
         """Keep what a layer has prepared, for later steps; what it prepares to ask is not kept."""
         if self._allocated:
             self._kept[state.index] = state.grid, state.phase, state.split, state.prepared
 
-    def give(self, state: LayerState) -> bool:
+    def give(self, state: LayerCall) -> bool:
         """Give a layer what it prepared in an earlier step, if that is kept."""
         kept = self._kept.get(state.patched.index)
         if kept is not None:
@@ -296,7 +296,7 @@ class Memory:
             for held in (self.residuals, self.needs, self.rooms, self._owned):
                 held.clear()
 
-    def room(self, state: LayerState, place: tuple[int, ...]) -> Residual | None:
+    def room(self, state: LayerCall, place: tuple[int, ...]) -> Residual | None:
         """Return the memory for a layer's difference in compiled code, the same in every group of steps."""
         layer, given = state.layer, state.call.given
         if state.phase.exact or torch.is_grad_enabled():

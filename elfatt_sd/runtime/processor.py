@@ -4,7 +4,7 @@
 
 The processor itself holds nothing: diffusers rebuilds processors without arguments when an IP-Adapter is loaded, and
 `torch.compile` specialises on every processor object. What stays the same from call to call is kept on the attention
-module (`PatchedLayer`); what belongs to one call of the denoiser is kept by thread (`Call`, `LayerState`), so that
+module (`PatchedLayer`); what belongs to one call of the denoiser is kept by thread (`Call`, `LayerCall`), so that
 threads can share a UNet.
 """
 
@@ -26,7 +26,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.base import Projections, SelfAttention, replaceable
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import DENSE, Phase
-from elfatt_sd.runtime.call import STATE, Call, Denoiser, LayerState, attend, recomputed_part, rounded
+from elfatt_sd.runtime.call import STATE, Call, Denoiser, LayerCall, attend, recomputed_part, rounded
 from elfatt_sd.runtime.joint_processor import JointProcessor, joint_processor_for
 from elfatt_sd.runtime.surroundings import device_of_weights, skipped_like, stand_in
 
@@ -59,7 +59,7 @@ class PatchedLayer:
         self.denoiser = denoiser
         self.taken_over = taken_over
         self.config = denoiser.config.for_layer(layer.name)  # with the layer's own phases
-        self.latest: LayerState | None = None  # of any thread; compiled code reads it, as it cannot ask for its thread
+        self.latest: LayerCall | None = None  # of any thread; compiled code reads it, as it cannot ask for its thread
         self.parts: list[torch.nn.Module] = list(layer.attention.modules())  # and those around it, see `device_of`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class PatchedLayer:
         self._put(self._ours() if ours else processor)
 
     @property
-    def state(self) -> LayerState | None:
+    def state(self) -> LayerCall | None:
         """The layer's state in the call that goes on; None outside of any call."""
         if torch.compiler.is_compiling():
             if is_exporting():
@@ -188,7 +188,7 @@ class ElfattProcessor:
         patched.measure_grid(hidden_states)
         state = patched.state
         if state is None:  # outside of any call of the denoiser
-            state = LayerState(patched, Call(patched.denoiser.config))
+            state = LayerCall(patched, Call(patched.denoiser.config))
         phase = state.phase
         projections = state.layer.projections
         obstacle = stand_in(attn, not phase.dense) or projections.obstacle(
@@ -250,7 +250,7 @@ def _class_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
 class LayerInCall:
     """A layer in one call, as an attention sees it; see `methods.Layer`."""
 
-    def __init__(self, given: Projections, state: LayerState, tokens: Tensor, phase: Phase) -> None:
+    def __init__(self, given: Projections, state: LayerCall, tokens: Tensor, phase: Phase) -> None:
         config = state.call.config
         self.kernel: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
         self.context = None
@@ -276,7 +276,7 @@ class LayerInCall:
         return self._tokens if matching is None else matching.merge(self._tokens)
 
 
-def approximate(given: Projections, state: LayerState, phase: Phase, tokens: Tensor) -> Tensor:
+def approximate(given: Projections, state: LayerCall, phase: Phase, tokens: Tensor) -> Tensor:
     """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
     prepared = None if phase.dense else state.prepared
     order = None if prepared is None else prepared.order_for(state.call.config.attention_backend)

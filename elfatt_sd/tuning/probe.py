@@ -26,7 +26,7 @@ from elfatt_sd.families import find_denoisers
 from elfatt_sd.measure import Stopwatch, timed
 from elfatt_sd.methods import Draws, Merge, attentions, is_own
 from elfatt_sd.phases import DENSE, EXACT, Narrower, Phase
-from elfatt_sd.runtime.call import Call, LayerState
+from elfatt_sd.runtime.call import Call, LayerCall
 from elfatt_sd.runtime.choosing import fits
 from elfatt_sd.runtime.exact_run import ExactRun, image_of
 from elfatt_sd.runtime.memory import copies_of
@@ -246,7 +246,7 @@ class Probe:
                 return number, step - stretch.first
         return None
 
-    def _after_layer(self, state: LayerState, again: Callable[[], Any], output: Any) -> None:
+    def _after_layer(self, state: LayerCall, again: Callable[[], Any], output: Any) -> None:
         place = self._place(state.call.step)
         if place is None:
             return
@@ -271,7 +271,7 @@ class Probe:
         if (middle := figures.middle(place[0])) is not None:
             self._latest[name] = middle, figures.plain[place[0], middle][-1]
 
-    def _faster_dtype(self, state: LayerState, again: Callable[[], Any], output: Tensor) -> Narrower | None:
+    def _faster_dtype(self, state: LayerCall, again: Callable[[], Any], output: Tensor) -> Narrower | None:
         if output.dtype != torch.float32:
             return None
         best, limit = None, _FASTER
@@ -289,7 +289,7 @@ class Probe:
     def _measure(
         self,
         figures: LayerFigures,
-        state: LayerState,
+        state: LayerCall,
         key: _Key,
         phase: Phase,
         place: tuple[int, int],

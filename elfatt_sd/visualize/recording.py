@@ -19,7 +19,7 @@ from elfatt_sd.methods import Attention, Draws, Grid, Prepared
 from elfatt_sd.patch import patches_of
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.plans import describe
-from elfatt_sd.runtime.call import LayerState
+from elfatt_sd.runtime.call import LayerCall
 from elfatt_sd.runtime.denoiser import Patch
 from elfatt_sd.runtime.exact_run import image_of
 from elfatt_sd.runtime.processor import PatchedLayer
@@ -96,7 +96,7 @@ def _chosen(patch: Patch, layer: str | None) -> list[PatchedLayer]:
 class _Seen:
     """What was seen inside one call of an attention, as long as it goes on."""
 
-    state: LayerState
+    state: LayerCall
     phase: Phase
     query: int
     heads: tuple[Heads, ...] = ()
@@ -130,7 +130,7 @@ class _Watcher:
         with torch.no_grad():
             self._looks.append(self._look(state, again, output))
 
-    def _wanted(self, state: LayerState) -> bool:
+    def _wanted(self, state: LayerCall) -> bool:
         if state.call.step in self._done or state.phase.exact:
             return False
         return state.call.step in self._steps(self._patch.steps)
@@ -145,7 +145,7 @@ class _Watcher:
                 by_phase.setdefault(phase, []).append(step)
         return {each[len(each) // 2] for each in by_phase.values()}
 
-    def _look(self, state: LayerState, again: Callable[[], Any], output: Any) -> Look:
+    def _look(self, state: LayerCall, again: Callable[[], Any], output: Any) -> Look:
         phase, turn = state.phase, state.calls
         seen = _Seen(state, phase, token_at(state.grid, self._asked.at))
         state.phase = EXACT
@@ -270,7 +270,7 @@ def _places(seen: _Seen, prepared: Prepared | None) -> Labels:
     return prepared.inverse.cpu().numpy().astype(np.int64)
 
 
-def _matching(state: LayerState, ratio: float) -> Any:
+def _matching(state: LayerCall, ratio: float) -> Any:
     rows = 1 if state.candidates is None else len(state.candidates.nearest)
     return state.matching(torch.empty(rows, state.grid.tokens, 0, dtype=torch.float32, device="cpu"), ratio)
 

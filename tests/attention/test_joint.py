@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import Work
+from support.checks import Work
 from torch import Tensor
 
 from elfatt_sd.attention.joint import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import Work
+from support.checks import Work
 from tomesd.merge import bipartite_soft_matching_random2d
 from torch import Tensor
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_checks import DEVICES, LENGTHS, approximations, close, qkv
-from checks import Work
+from support.checks import DEVICES, LENGTHS, Work, approximations, close, qkv
 from torch import Tensor
 
 from elfatt_sd.attention import softmax as attention

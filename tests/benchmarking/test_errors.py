@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
-import tiny_transformers
 import torch
-from checks import runner
+from support import tiny_pipelines as tiny
+from support import tiny_transformers
+from support.checks import runner
 from torch import Tensor
 
 import elfatt_sd

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from checks import load_script
-from cli_checks import call, check_error
+from support.checks import load_script
+from support.commands import call, check_error
 
 from benchmarks import correctness
 from elfatt_sd.benchmarking import record as records

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_checks import QUICK, check_saved
+from support.checks import QUICK, check_saved
 
 import elfatt_sd.benchmarking.layer as layer_bench
 from elfatt_sd.attention.ordering import BLOCK_ORDERS
@@ -62,9 +62,9 @@ def test_every_order_and_attention_is_timed() -> None:
 def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost of an order is that of a denoising step: permutations are drawn within what is timed."""
     drawn: list[str] = []
-    original = state_module.LayerState.begin
+    original = state_module.LayerCall.begin
     monkeypatch.setattr(
-        state_module.LayerState, "begin", lambda self, *args: (drawn.append("x"), original(self, *args))[1]
+        state_module.LayerCall, "begin", lambda self, *args: (drawn.append("x"), original(self, *args))[1]
     )
     layer(tokens=[64], block_size=16, repeats=2, memory=False, device="cpu")
     assert len(drawn) == 3 * len(layer_phases(16))  # a warm-up and two rounds

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_transformers
-import tiny_pipelines as tiny
-import tiny_transformers
 import torch
+from support import tiny_pipelines as tiny
+from support import tiny_transformers
 
 from benchmarks import orders as module
 from benchmarks.orders import joint_configs, order_configs, orders
@@ -128,7 +127,7 @@ def test_a_preset_is_what_it_is_on_the_family() -> None:
 
 def test_a_video_model_has_frames(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wan 2.2: in each step, the layers of the transformer that it calls."""
-    pipe = small_transformers.wan22(folder)
+    pipe = tiny_transformers.wan22(folder)
     monkeypatch.setattr(module, "load_pipeline", lambda model, **_: pipe)
     clip = {"every_step": True, "size": "64x96", "frames": 9}
     sampled = PatchConfig("few keys", (Phase(1.0, "sampled", block_size=16),))

@@ -8,11 +8,10 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_joint as tiny
-import tiny_transformers
 import torch
-from bench_checks import QUICK, check_saved
 from diffusers.models.attention_processor import Attention
+from support import tiny_transformers
+from support.checks import QUICK, check_saved
 
 import elfatt_sd.benchmarking.pipeline as pipeline_bench
 from elfatt_sd.benchmarking.models import make_pipeline
@@ -92,7 +91,7 @@ def test_twins_leave_the_pipeline_alone(small_shapes: None, methods: list[PatchC
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
 def test_twins_have_their_own_second_transformer() -> None:
     """Wan 2.2 has two, which take turns: both are patched or left out, and those of the pipeline are as before."""
-    pipe, _ = tiny.wan(second=True)
+    pipe, _ = tiny_transformers.wan(second=True)
     config = PatchConfig("spread", (Phase(1.0, "cell_spread", block_size=8),))
     for variant in (Variant("patch", config), Variant(FLOOR, config)):
         other = twin(pipe, variant)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_checks import QUICK, check_saved
-from cli_checks import ROOT
+from support.checks import QUICK, check_saved
+from support.commands import ROOT
 
 import elfatt_sd.benchmarking.layer as layer_bench
 from benchmarks.growth import fit_exponent, growth, make_exponents

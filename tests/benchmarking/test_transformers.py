@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny_transformers as tiny
 import torch
-from checks import Work
+from support import tiny_transformers
+from support.checks import Work
 
 from elfatt_sd import ElfattError, PatchConfig
 from elfatt_sd.benchmarking.models import Model, make_pipeline, unet_call
@@ -18,7 +18,7 @@ from elfatt_sd.families import copy_structure
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return Model(tiny.flux_transformer(), 8)
+    return Model(tiny_transformers.flux_transformer(), 8)
 
 
 def test_rows(model: Model) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_checks import QUICK, check_saved
+from support.checks import QUICK, check_saved
 from torch import Tensor
 
 from elfatt_sd.benchmarking import record as timing
@@ -29,7 +29,7 @@ from elfatt_sd.measure import peak_memory
 from elfatt_sd.methods import sampled
 from elfatt_sd.runtime import call as state_module
 from elfatt_sd.runtime.autotune import Tuner
-from elfatt_sd.runtime.call import LayerState
+from elfatt_sd.runtime.call import LayerCall
 
 
 def test_unet(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
@@ -73,12 +73,12 @@ def test_a_difference_is_measured_in_the_calls_that_are_timed_for_it(
 ) -> None:
     monkeypatch.setattr(timing, "QUICK", 0.0)
     measured: list[int] = []
-    original = LayerState.correct
+    original = LayerCall.correct
 
-    def correct(state: LayerState, own: Any, exact: Any) -> Tensor:
+    def correct(state: LayerCall, own: Any, exact: Any) -> Tensor:
         return original(state, own, lambda rows: (measured.append(math.prod(state.grid)), exact(rows))[1])
 
-    monkeypatch.setattr(LayerState, "correct", correct)
+    monkeypatch.setattr(LayerCall, "correct", correct)
     config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=5),))
     results = unet(model, sizes=[128], methods=[config], repeats=4, device="cpu", memory=[])
     assert measured.count(16 * 16) == 3 + 3 * 4, "the warm-up of the calls that add it, and every call that measures it"
@@ -153,7 +153,7 @@ def test_autotuned_variants_are_timed_beside_the_others(
     decided: set[int] = set()
     calls = {"patched": 0}
 
-    def decide(tuner: Tuner, state: LayerState, phase: Phase, sample: torch.Tensor) -> bool:
+    def decide(tuner: Tuner, state: LayerCall, phase: Phase, sample: torch.Tensor) -> bool:
         decided.add(sample.shape[-1])
         return pays
 

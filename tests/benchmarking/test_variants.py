@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import checks
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
+from support import checks
 
 from elfatt_sd.benchmarking.models import Model, unet_call
 from elfatt_sd.benchmarking.pipeline import twin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_pipelines as tiny
+from support import tiny_pipelines as tiny
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_checks import call, check_error, files
+from support.commands import call, check_error, files
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 

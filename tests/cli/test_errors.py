@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import torch
-from cli_checks import PROMPT, ROOT, call, draw, files
 from PIL import Image
+from support import tiny_pipelines as tiny
+from support.commands import PROMPT, ROOT, call, draw, files
 from syrupy.assertion import SnapshotAssertion
 
 import elfatt_sd
@@ -130,7 +130,7 @@ patch tiny --save weights.ckpt/my.json
 """
 RUN = """
 import json, shlex, sys
-from cli_checks import call
+from support.commands import call
 for line in sys.stdin.read().splitlines():
     result = call(*shlex.split(line))
     heavy = sorted({'torch', 'diffusers', 'transformers', 'matplotlib'} & set(sys.modules))

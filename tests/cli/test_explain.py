@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from cli_checks import PROMPT, call, check_error, draw, files
 from PIL import Image
+from support.commands import PROMPT, call, check_error, draw, files
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 

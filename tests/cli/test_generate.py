@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from checks import set_clock
-from cli_checks import PROMPT, break_decoder, call, draw, files, pixels
 from PIL import Image
+from support.checks import set_clock
+from support.commands import PROMPT, break_decoder, call, draw, files, pixels
 
 import elfatt_sd
 from elfatt_sd.drawing import studio as generation
 from elfatt_sd.drawing.studio import Request, Studio, free_name
 from elfatt_sd.runtime.autotune import Decision, Tuner
-from elfatt_sd.runtime.call import LayerState
+from elfatt_sd.runtime.call import LayerCall
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
@@ -198,7 +198,7 @@ def test_prompts_come_from_words_and_from_a_file(model: Path, tmp_path: Path) ->
 def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     measured: set[tuple[int, ...]] = set()
 
-    def decide(tuner: Tuner, state: LayerState, phase: elfatt_sd.Phase, sample: torch.Tensor) -> Decision:
+    def decide(tuner: Tuner, state: LayerCall, phase: elfatt_sd.Phase, sample: torch.Tensor) -> Decision:
         measured.add(state.grid)
         return Decision(0.5, 0.4, 0.6)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_checks import call, check_error, draw
+from support.commands import call, check_error, draw
 
 import elfatt_sd
 

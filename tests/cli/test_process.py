@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_checks import PROMPT, ROOT, files, pixels
+from support.commands import PROMPT, ROOT, files, pixels
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 

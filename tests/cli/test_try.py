@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_checks import PROMPT, call, check_error, files
+from support.commands import PROMPT, call, check_error, files
 
 import elfatt_sd
 from elfatt_sd.drawing.studio import Studio

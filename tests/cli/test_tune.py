@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_checks import call, check_error, files
+from support.commands import call, check_error, files
 
 from elfatt_sd.config import PatchConfig
 

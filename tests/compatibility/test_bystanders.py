@@ -8,11 +8,11 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
-import tiny_pixart
 import tomesd
 import torch
-from checks import generator, recorded
+from support import tiny_pipelines as tiny
+from support import tiny_transformers
+from support.checks import generator, recorded
 
 import elfatt_sd
 from elfatt_sd.config import METHODS
@@ -178,7 +178,7 @@ def some_caches() -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["PyramidAttentionBroadcast", "MagCache"])
 def test_diffusers_caches_work_beside_a_patch(tmp_path: Path, name: str, first: str) -> None:
     cache = some_caches()[name]
-    pipe = tiny_pixart.pixart(tmp_path)
+    pipe = tiny_transformers.pixart(tmp_path)
     if first == "cache":
         cache(pipe.transformer)
     elfatt_sd.apply_patch(pipe, "elfatt", active_fraction=1, block_size=16)

@@ -10,13 +10,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_flux
-import tiny_joint
-import tiny_pixart
-import tiny_transformers as tiny
 import torch
-from checks import recorded
-from joint_checks import ALL_KEYS
+from support import tiny_transformers
+from support.checks import ALL_KEYS, recorded
 from torch.utils.checkpoint import checkpoint
 
 import elfatt_sd
@@ -26,10 +22,10 @@ NEAR = Phase(1.0, "cell_spread", cell=4, block_size=8)
 TWO = PatchConfig("two", (Phase(0.5, "block", block_size=8), NEAR))
 JOINT = ("sd3", "qwen_image", "z_image", "wan", "ltx_video", "hunyuan_video", "hunyuan_video_15", "cogvideox")
 OTHERS: dict[str, Any] = {
-    "flux": lambda folder: tiny.flux(folder),
-    "chroma": lambda folder: tiny_flux.chroma(folder),
-    "flux2": lambda folder: tiny_flux.flux2(),
-    "pixart": lambda folder: tiny_pixart.pixart(folder),
+    "flux": lambda folder: tiny_transformers.flux(folder),
+    "chroma": lambda folder: tiny_transformers.chroma(folder),
+    "flux2": lambda folder: tiny_transformers.flux2(),
+    "pixart": lambda folder: tiny_transformers.pixart(folder),
 }
 YOUNG = {  # than the oldest diffusers
     "chroma": "ChromaTransformer2DModel",
@@ -47,12 +43,12 @@ def drawn(name: str, folder: Path) -> tuple[Any, list[Any]]:
         pytest.skip("this diffusers does not have it")
     given: list[Any] = []
     if name in JOINT:
-        pipe, run = getattr(tiny_joint, name)()
+        pipe, run = getattr(tiny_transformers, name)()
     else:
         pipe = OTHERS[name](folder)
         text: dict[str, Any] = {"prompt": "a b", "max_sequence_length": 16}
         if name == "flux2":
-            text = {"prompt_embeds": tiny_joint.embeds(width=tiny_pixart.TEXT_WIDTH)}
+            text = {"prompt_embeds": tiny_transformers.embeds(width=tiny_transformers.TEXT_WIDTH)}
         if name == "pixart":
             text["use_resolution_binning"] = False
         run = functools.partial(pipe, num_inference_steps=3, output_type="latent", height=32, width=48, **text)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import TWO_PHASES, generator, processors, runner, with_effect
+from support import tiny_pipelines as tiny
+from support.checks import TWO_PHASES, generator, processors, runner, with_effect
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import elfatt_sd

@@ -8,11 +8,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_joint
-import tiny_transformers as tiny
 import torch
-from checks import generator
-from joint_checks import Run
+from support import tiny_transformers
+from support.checks import Run, generator
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -32,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def flux(folder: Path) -> tuple[Any, Run]:
-    pipe = tiny.flux(folder, transformer=tiny.flux_transformer(num_layers=2))
+    pipe = tiny_transformers.flux(folder, transformer=tiny_transformers.flux_transformer(num_layers=2))
 
     def run(**options: Any) -> torch.Tensor:
         given = {"height": 32, "width": 48, "max_sequence_length": 16, **options}
@@ -59,7 +57,7 @@ def flux(folder: Path) -> tuple[Any, Run]:
 def test_compiled_is_eager(folder: Path, family: str, name: str, order: str) -> None:
     if not hasattr(diffusers, {"qwen_image": "QwenImagePipeline", "wan": "WanPipeline"}.get(family, "FluxPipeline")):
         pytest.skip("this version of diffusers does not have it")
-    pipe, run = flux(folder) if family == "flux" else getattr(tiny_joint, family)()
+    pipe, run = flux(folder) if family == "flux" else getattr(tiny_transformers, family)()
     run = functools.partial(run, num_inference_steps=4)
     transformer, config = pipe.transformer, PatchConfig("own", PHASES[name])
     with elfatt_sd.patched(pipe, config):

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
-import tiny_transformers
 import torch
-from checks import generator
+from support import tiny_pipelines as tiny
+from support import tiny_transformers
+from support.checks import generator
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase

@@ -7,9 +7,19 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import TWO_PHASES, check_patch, layer_calls, like, patched_layers, picture, processors, recorded, runner
+from support import tiny_pipelines as tiny
+from support.checks import (
+    TWO_PHASES,
+    check_patch,
+    layer_calls,
+    like,
+    patched_layers,
+    picture,
+    processors,
+    recorded,
+    runner,
+)
 
 import elfatt_sd
 from elfatt_sd.runtime.processor import ElfattProcessor

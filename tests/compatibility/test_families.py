@@ -7,9 +7,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import FIRST, STEPS, check_patch, like, patched_layers, picture, recorded, runner
+from support import tiny_pipelines as tiny
+from support.checks import FIRST, STEPS, check_patch, like, patched_layers, picture, recorded, runner
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig

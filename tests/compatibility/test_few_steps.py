@@ -9,9 +9,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import generator, recorded
+from support import tiny_pipelines as tiny
+from support.checks import generator, recorded
 
 import elfatt_sd
 from elfatt_sd.config import METHODS, PatchConfig, Phase

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import FIRST, generator, with_effect
+from support import tiny_pipelines as tiny
+from support.checks import FIRST, generator, with_effect
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import accelerate
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import TWO_PHASES, check_patch, processors, runner
+from support import tiny_pipelines as tiny
+from support.checks import TWO_PHASES, check_patch, processors, runner
 
 import elfatt_sd
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_joint as tiny
 import torch
-from joint_checks import Run, all_layers
+from support import tiny_transformers
+from support.checks import Run, all_layers
 
 import elfatt_sd
 from elfatt_sd import ElfattError
@@ -35,12 +35,12 @@ def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def qwen_image() -> tuple[Any, Run]:
     """With a text that two processes can divide."""
-    text = {"embeds": tiny.embeds(tokens=8), "embeds_mask": torch.ones(1, 8, dtype=torch.long)}
+    text = {"embeds": tiny_transformers.embeds(tokens=8), "embeds_mask": torch.ones(1, 8, dtype=torch.long)}
     both = {f"{which}_{name}": given for which in ("prompt", "negative_prompt") for name, given in text.items()}
-    return tiny.qwen_image(**both)
+    return tiny_transformers.qwen_image(**both)
 
 
-@pytest.fixture(params=[tiny.wan, qwen_image], ids=lambda make: make.__name__)
+@pytest.fixture(params=[tiny_transformers.wan, qwen_image], ids=lambda make: make.__name__)
 def made(request: pytest.FixtureRequest) -> tuple[Any, Run]:
     make: Callable[[], tuple[Any, Run]] = request.param
     return make()

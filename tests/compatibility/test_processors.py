@@ -9,10 +9,10 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import FIRST, TWO_PHASES, check_patch, like, processors, recorded, runner
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
+from support import tiny_pipelines as tiny
+from support.checks import FIRST, TWO_PHASES, check_patch, like, processors, recorded, runner
 
 import elfatt_sd
 from elfatt_sd.benchmarking.variants import patched_layers

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_joint
-import tiny_pipelines as tiny
-import tiny_pixart
 import torch
-from checks import generator, recorded
-from joint_checks import ALL_KEYS
+from support import tiny_pipelines as tiny
+from support import tiny_transformers
+from support.checks import ALL_KEYS, generator, recorded
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -43,14 +41,14 @@ def unet(folder: Path) -> tuple[Any, Run]:
 
 
 def pixart(folder: Path) -> tuple[Any, Run]:
-    pipe = tiny_pixart.pixart(folder)
+    pipe = tiny_transformers.pixart(folder)
     given = {"num_inference_steps": 2, "output_type": "latent", "height": 32, "width": 48}
     return pipe.transformer, lambda: pipe("a", generator=generator(), use_resolution_binning=False, **given).images
 
 
 def family(name: str) -> Callable[[Path], tuple[Any, Run]]:
     def made(folder: Path) -> tuple[Any, Run]:
-        pipe, run = getattr(tiny_joint, name)()
+        pipe, run = getattr(tiny_transformers, name)()
         return pipe.transformer, run
 
     return made

@@ -11,9 +11,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import generator, like
+from support import tiny_pipelines as tiny
+from support.checks import generator, like
 
 import elfatt_sd
 from elfatt_sd.config import METHODS

@@ -9,24 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import joint_checks as joint
 import pytest
-import tiny_joint
-import tiny_transformers as tiny
 import torch
-from checks import generator, recorded
 from diffusers.models import attention_processor
 from diffusers.models.transformers import transformer_flux
+from support import checks, tiny_transformers
+from support.checks import generator, recorded
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
 
 CPU = torch.device("cpu")
 STEPS = 6
-ALL = PatchConfig("all", (joint.ALL_KEYS["cell_spread"],))
+ALL = PatchConfig("all", (checks.ALL_KEYS["cell_spread"],))
 FEW = PatchConfig("few", (Phase(1.0, "cell_spread", block_size=8),))
 Feature = Callable[[Any], Any]
-Make = Callable[[], tuple[Any, joint.Run]]
+Make = Callable[[], tuple[Any, checks.Run]]
 
 
 def lora(pipe: Any) -> None:
@@ -126,7 +124,9 @@ CACHES: dict[Feature, str] = {
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[[], Any]:
     """Flux with two blocks of each kind."""
-    return lambda: tiny.flux(tmp_path, transformer=tiny.flux_transformer(num_layers=2, num_single_layers=2))
+    return lambda: tiny_transformers.flux(
+        tmp_path, transformer=tiny_transformers.flux_transformer(num_layers=2, num_single_layers=2)
+    )
 
 
 def draw(pipe: Any, **options: Any) -> torch.Tensor:
@@ -138,7 +138,7 @@ def draw(pipe: Any, **options: Any) -> torch.Tensor:
 def drawing(make: Callable[[], Any]) -> Make:
     """Return pipelines together with what draws."""
 
-    def made() -> tuple[Any, joint.Run]:
+    def made() -> tuple[Any, checks.Run]:
         pipe = make()
         return pipe, functools.partial(draw, pipe)
 
@@ -215,7 +215,7 @@ def test_caches_of_two_calls(make: Callable[[], Any], feature: Feature) -> None:
 def test_other_families(family: str, feature: Feature) -> None:
     """Their layers are called in another way: one of text and image, the other with cross-attention to text."""
     skip_without({"qwen_image": "QwenImagePipeline", "wan": "WanPipeline"}[family])
-    made = getattr(tiny_joint, family)
+    made = getattr(tiny_transformers, family)
     for patch_first in (True, False):
         calls = check(made, feature, patch_first, ALL, num_inference_steps=STEPS)
         assert 0 < calls < 4 * STEPS if feature in CACHES else calls == 4 * STEPS

@@ -6,9 +6,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import FIRST, TWO_PHASES, check_patch, generator, layer_calls, recorded
+from support import tiny_pipelines as tiny
+from support.checks import FIRST, TWO_PHASES, check_patch, generator, layer_calls, recorded
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase

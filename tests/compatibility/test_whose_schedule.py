@@ -14,11 +14,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_joint
-import tiny_pipelines
-import tiny_transformers as tiny
 import torch
-from checks import picture
+from support import tiny_pipelines, tiny_transformers
+from support.checks import picture
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -27,30 +25,38 @@ from elfatt_sd.runtime.call import Denoiser
 from elfatt_sd.runtime.schedule import BEYOND, Position, Schedule
 
 SHARED = PatchConfig("shared", (Phase(0.25), Phase(1.0, "cell_spread", cell=4, block_size=4, residual_steps=3)))
-TEXT = tiny_joint.embeds(width=8)
+TEXT = tiny_transformers.embeds(width=8)
 GIVEN: dict[str, Any] = {"prompt_embeds": TEXT, "pooled_prompt_embeds": torch.zeros(1, 32), "height": 96, "width": 64}
 DYNAMIC = {"shift": 1.0, "use_dynamic_shifting": True, "base_shift": 1.15, "max_shift": 1.16}
 
 
 def flux(**options: Any) -> tuple[Any, Any]:
-    pipe = tiny_joint.pipeline("FluxPipeline", tiny.flux_transformer(), scheduler=tiny.flow_scheduler(**DYNAMIC))
-    return pipe, tiny_joint.runner(pipe, **{**GIVEN, **options})
+    pipe = tiny_transformers.pipeline(
+        "FluxPipeline", tiny_transformers.flux_transformer(), scheduler=tiny_transformers.flow_scheduler(**DYNAMIC)
+    )
+    return pipe, tiny_transformers.runner(pipe, **{**GIVEN, **options})
 
 
 def wan_by_token(**options: Any) -> tuple[Any, Any]:
     """As with a first frame that is given: a copy of the timestep for each token."""
-    pipe, _ = tiny_joint.wan()
-    given = {"prompt_embeds": tiny_joint.embeds(), "num_frames": 9, "height": 96, "width": 64, "guidance_scale": 1.0}
-    pipe = tiny_joint.pipeline("WanPipeline", pipe.transformer, expand_timesteps=True)
-    return pipe, tiny_joint.runner(pipe, **{**given, **options})
+    pipe, _ = tiny_transformers.wan()
+    given = {
+        "prompt_embeds": tiny_transformers.embeds(),
+        "num_frames": 9,
+        "height": 96,
+        "width": 64,
+        "guidance_scale": 1.0,
+    }
+    pipe = tiny_transformers.pipeline("WanPipeline", pipe.transformer, expand_timesteps=True)
+    return pipe, tiny_transformers.runner(pipe, **{**given, **options})
 
 
 CASES: dict[str, tuple[Callable[..., tuple[Any, Any]], str, int]] = {  # how it is made, its class, calls of a step
     "Flux.1": (flux, "FluxPipeline", 1),
-    "Qwen-Image": (tiny_joint.qwen_image, "QwenImagePipeline", 2),
-    "Z-Image": (tiny_joint.z_image, "ZImagePipeline", 1),
+    "Qwen-Image": (tiny_transformers.qwen_image, "QwenImagePipeline", 2),
+    "Z-Image": (tiny_transformers.z_image, "ZImagePipeline", 1),
     "Wan, by token": (wan_by_token, "WanPipeline", 1),
-    "HunyuanVideo": (tiny_joint.hunyuan_video, "HunyuanVideoPipeline", 1),
+    "HunyuanVideo": (tiny_transformers.hunyuan_video, "HunyuanVideoPipeline", 1),
 }
 
 
@@ -78,7 +84,7 @@ def positions() -> Iterator[list[Position]]:
 
 
 def run_of(pipe: Any, run: Any) -> Any:
-    return tiny_joint.runner(pipe, **run.given)
+    return tiny_transformers.runner(pipe, **run.given)
 
 
 def steps(count: int, calls: int = 1, first: int = 0) -> list[Position]:
@@ -89,7 +95,7 @@ def steps(count: int, calls: int = 1, first: int = 0) -> list[Position]:
 def test_a_second_pipeline_with_another_shift(case: Any, drew: bool) -> None:
     pipe, run, calls = case
     second = copy.copy(pipe)
-    second.scheduler = tiny.flow_scheduler(shift=7.0)
+    second.scheduler = tiny_transformers.flow_scheduler(shift=7.0)
     with elfatt_sd.patched(second, SHARED):
         own = run_of(second, run)(num_inference_steps=9)
     with elfatt_sd.patched(pipe, SHARED):
@@ -99,7 +105,7 @@ def test_a_second_pipeline_with_another_shift(case: Any, drew: bool) -> None:
             made = run_of(second, run)(num_inference_steps=9)
         assert found == steps(9, calls)
         assert torch.equal(made, own)
-        pipe.scheduler = tiny.flow_scheduler(shift=2.0)
+        pipe.scheduler = tiny_transformers.flow_scheduler(shift=2.0)
         with positions() as found:
             run(num_inference_steps=7)
         assert found == steps(7, calls)
@@ -124,11 +130,11 @@ def test_a_transformer_without_its_pipeline(case: Any, wrapped: str) -> None:
 
 
 def test_image_to_image_with_another_shift(tmp_path: Path) -> None:
-    pipe = tiny.flux(tmp_path)
+    pipe = tiny_transformers.flux(tmp_path)
     pipe.vae.register_to_config(shift_factor=0.1)
     elfatt_sd.apply_patch(pipe, SHARED)
     other = diffusers.FluxImg2ImgPipeline.from_pipe(pipe)
-    other.scheduler = tiny.flow_scheduler(shift=9.0)
+    other.scheduler = tiny_transformers.flow_scheduler(shift=9.0)
     pipe("a b", num_inference_steps=4, height=32, width=32, output_type="latent")
     given = {"prompt": "a b", "image": picture(), "strength": 0.5, "height": 32, "width": 32}
     with positions() as found:
@@ -140,7 +146,7 @@ def test_threads_get_the_images_that_they_get_alone(case: Any) -> None:
     pipe, run, _ = case
     pipes = [copy.copy(pipe) for _ in range(3)]
     for index, each in enumerate(pipes):
-        each.scheduler = tiny.flow_scheduler(shift=(3.0, 3.0, 8.0)[index])
+        each.scheduler = tiny_transformers.flow_scheduler(shift=(3.0, 3.0, 8.0)[index])
     elfatt_sd.apply_patch(pipe, SHARED)
     alone = [run_of(each, run)(num_inference_steps=6 + index // 2) for index, each in enumerate(pipes)]
     found: dict[int, torch.Tensor] = {}
@@ -186,10 +192,10 @@ def denoised(transformer: Any, scheduler: Any, seed: int, count: int = 8) -> Ite
 )
 def test_equal_schedules_of_one_thread(order: list[int]) -> None:
     """Their values tell nothing; whose they are, the callers do."""
-    transformer = elfatt_sd.apply_patch(tiny.flux_transformer(), SHARED)
+    transformer = elfatt_sd.apply_patch(tiny_transformers.flux_transformer(), SHARED)
     last = {seed: order.count(seed) - 1 for seed in range(3)}
-    alone = [list(denoised(transformer, tiny.flow_scheduler(), seed))[last[seed]] for seed in range(3)]
-    runs = [denoised(transformer, tiny.flow_scheduler(), seed) for seed in range(3)]
+    alone = [list(denoised(transformer, tiny_transformers.flow_scheduler(), seed))[last[seed]] for seed in range(3)]
+    runs = [denoised(transformer, tiny_transformers.flow_scheduler(), seed) for seed in range(3)]
     found = {}
     for seed in order:
         found[seed] = next(runs[seed])
@@ -199,7 +205,7 @@ def test_equal_schedules_of_one_thread(order: list[int]) -> None:
 def test_a_callback_that_draws_with_another_pipeline() -> None:
     pipe, run = flux()
     other = copy.copy(pipe)
-    other.scheduler = tiny.flow_scheduler()
+    other.scheduler = tiny_transformers.flow_scheduler()
     elfatt_sd.apply_patch(pipe, SHARED)
     alone = run(num_inference_steps=8)
 
@@ -223,7 +229,7 @@ class Server:
 def test_a_function_in_between_that_holds_another_scheduler() -> None:
     """The one whose count agrees is meant, although the other one has the same values."""
     pipe, run = flux()
-    pipe.scheduler = tiny.flow_scheduler()
+    pipe.scheduler = tiny_transformers.flow_scheduler()
     server = Server(pipe)
     elfatt_sd.apply_patch(pipe, SHARED)
     for _ in range(2):
@@ -238,9 +244,9 @@ def test_a_function_in_between_that_holds_another_scheduler() -> None:
 
 def test_steps_of_ones_own_and_containers() -> None:
     """Loops that never step their scheduler, and that hold it in a list, in an object, or in the module."""
-    transformer = elfatt_sd.apply_patch(tiny.flux_transformer(), SHARED)
+    transformer = elfatt_sd.apply_patch(tiny_transformers.flux_transformer(), SHARED)
     for hold in (lambda own: [own], lambda own: {"flow": own}, lambda own: SimpleNamespace(own=own, others=())):
-        held: Any = hold(tiny.flow_scheduler())
+        held: Any = hold(tiny_transformers.flow_scheduler())
         for count in (6, 4):
             (own,) = (held if isinstance(held, list) else [*(held if isinstance(held, dict) else vars(held)).values()])[
                 :1
@@ -254,11 +260,11 @@ def test_steps_of_ones_own_and_containers() -> None:
             assert found == steps(count)
 
 
-OF_THE_MODULE = tiny.flow_scheduler()
+OF_THE_MODULE = tiny_transformers.flow_scheduler()
 
 
 def test_a_scheduler_of_the_module_in_another_thread() -> None:
-    transformer = elfatt_sd.apply_patch(tiny.flux_transformer(), SHARED)
+    transformer = elfatt_sd.apply_patch(tiny_transformers.flux_transformer(), SHARED)
 
     def loop() -> None:
         OF_THE_MODULE.set_timesteps(5)
@@ -274,7 +280,7 @@ def test_a_scheduler_of_the_module_in_another_thread() -> None:
 
 @pytest.mark.parametrize("method", ["elfatt-fast", "elfatt-quality"])
 def test_a_value_on_no_schedule_is_not_placed_in_silence(method: str) -> None:
-    transformer = elfatt_sd.apply_patch(tiny.flux_transformer(), method)
+    transformer = elfatt_sd.apply_patch(tiny_transformers.flux_transformer(), method)
     with pytest.warns(UserWarning, match="on no schedule.*holds the scheduler"), positions() as found:
         for value in (1000.0, 700.5, 300.5, 20.5, 0.5):
             call(transformer, noise(0), torch.tensor(value))
@@ -285,7 +291,10 @@ def test_a_value_on_no_schedule_is_not_placed_in_silence(method: str) -> None:
 
 def test_what_a_caller_holds_is_let_go() -> None:
     """Up to Python 3.12, a look at variables keeps what they held; and what `locals()` gave is the caller's own."""
-    transformer, own = elfatt_sd.apply_patch(tiny.flux_transformer(), SHARED), tiny.flow_scheduler()
+    transformer, own = (
+        elfatt_sd.apply_patch(tiny_transformers.flux_transformer(), SHARED),
+        tiny_transformers.flow_scheduler(),
+    )
     kept = locals()
     own.set_timesteps(4)
 
@@ -328,7 +337,7 @@ def test_a_loop_between_timesteps_stays_in_timesteps_to_its_end() -> None:
 
 def test_ranks_of_a_scheduler_that_was_never_set() -> None:
     """It has all timesteps of the training, and none of a run."""
-    never, own = tiny.flow_scheduler(), tiny.flow_scheduler()
+    never, own = tiny_transformers.flow_scheduler(), tiny_transformers.flow_scheduler()
     own.set_timesteps(4)
     schedule = Schedule(lambda: never)
     assert schedule.locate(torch.tensor([1.0]), FRACTION) == Position(0, 4)

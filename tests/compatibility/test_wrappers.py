@@ -8,11 +8,11 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
 import torch
 import torch.distributed as dist
-from checks import recorded, runner
 from peft import LoraConfig, get_peft_model
+from support import tiny_pipelines as tiny
+from support.checks import recorded, runner
 
 import elfatt_sd
 from elfatt_sd.errors import ElfattError

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_run
 import torch
+from support import runs
 from torch import nn
 
 from elfatt_sd.evaluation import measure
@@ -35,9 +35,9 @@ def few_plots() -> Iterator[None]:
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model in `sd15`, an extractor in `clip` and a reference in `val`."""
     folder = tmp_path_factory.mktemp("evaluation")
-    small_run.write_model(folder)
-    small_run.write_clip(folder)
-    small_run.write_reference(folder)
+    runs.write_model(folder)
+    runs.write_clip(folder)
+    runs.write_reference(folder)
     return folder
 
 
@@ -50,20 +50,20 @@ def model(workplace: Path) -> Path:
 def made(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Path, Protocol]:
     """A finished generation and its protocol."""
     place = tmp_path_factory.mktemp("made")
-    protocol = small_run.small_protocol(place, model)
-    assert small_run.make(place / "run", protocol) == {}
+    protocol = runs.small_protocol(place, model)
+    assert runs.make(place / "run", protocol) == {}
     return place / "run", protocol
 
 
 @pytest.fixture
 def protocol(tmp_path: Path, model: Path) -> Protocol:
-    return small_run.small_protocol(tmp_path, model)
+    return runs.small_protocol(tmp_path, model)
 
 
 @pytest.fixture(scope="session")
 def full_protocol(workplace: Path) -> Protocol:
     """The small protocol with every stage."""
-    return small_run.small_protocol(workplace, workplace / "sd15", *small_run.full_overrides(workplace))
+    return runs.small_protocol(workplace, workplace / "sd15", *runs.full_overrides(workplace))
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_run
-from small_run import full_overrides, row_of
+from support import runs
+from support.runs import full_overrides, row_of
 
 from elfatt_sd.cli import app
 from elfatt_sd.cli.evaluation import build_protocol
@@ -39,7 +39,7 @@ def call(capsys: pytest.CaptureFixture[str], workplace: Path, monkeypatch: pytes
 
 @pytest.fixture
 def protocol(tmp_path: Path, workplace: Path) -> Path:
-    return small_run.write_protocol(tmp_path, workplace / "sd15")
+    return runs.write_protocol(tmp_path, workplace / "sd15")
 
 
 def sets(overrides: list[str]) -> list[str]:
@@ -106,8 +106,8 @@ def test_dry_run_prints_and_makes_nothing(call: Any, workplace: Path, protocol: 
 
 
 def test_a_dry_run_prints_labels_as_they_are(call: Any, workplace: Path, tmp_path: Path) -> None:
-    cells = small_run.UNTOUCHED.replace("SD (Baseline)", "[/b] :star: \\u001b[2J")
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15", cells)
+    cells = runs.UNTOUCHED.replace("SD (Baseline)", "[/b] :star: \\u001b[2J")
+    protocol = runs.write_protocol(tmp_path, workplace / "sd15", cells)
     done = call("run", protocol, "--out", tmp_path / "run", "--dry-run", *sets(full_overrides(workplace)))
     assert done.code == 0, done.err
     assert r"[/b] :star: \x1b[2J" in done.out

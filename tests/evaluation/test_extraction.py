@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from extractors import regions
 from PIL import Image
-from reference_files import FILES, build, encoded, expected_statistics, flat, picture
+from support.runs import FILES, build, encoded, expected_statistics, flat, photo, regions
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction, reference
@@ -84,7 +83,7 @@ def test_unreadable_pictures_have_plain_reasons(tmp_path: Path) -> None:
 def test_pictures_of_different_sizes_need_no_resizing(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     for number, size in enumerate(((16, 24), (40, 16), (16, 24))):
-        (tmp_path / "a" / f"{number}.png").write_bytes(encoded(picture(number, size), "PNG"))
+        (tmp_path / "a" / f"{number}.png").write_bytes(encoded(photo(number, size), "PNG"))
     assert build(tmp_path / "a", tmp_path / "cache", expected=3).count == 3
 
 

@@ -9,7 +9,7 @@ import mpmath
 import numpy as np
 import pytest
 import torch
-from draws import moments, normal, spread
+from support.runs import moments, normal, spread
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

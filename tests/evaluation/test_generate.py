@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_run
 import torch
 from PIL import Image
-from small_run import ROOT, make, row_of, run_data
+from support import runs
+from support.runs import ROOT, make, row_of, run_data
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate
@@ -39,7 +39,7 @@ def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) 
     run_dir, protocol = made
     for cell in protocol.cells:
         entries = row_of(run_dir, cell).made_images()
-        assert [entry.prompt for entry in entries] == list(small_run.LABELS)
+        assert [entry.prompt for entry in entries] == list(runs.LABELS)
         assert [entry.seed for entry in entries] == [3 + cell.seed_offset + index for index in range(5)]
         for entry in entries:
             path = row_of(run_dir, cell).image_file(entry.index)
@@ -129,9 +129,9 @@ for moment, before in ((1, True), (3, False), (10, True), (30, True)):
     assert status == 0, status
 """
     subprocess.run([sys.executable, "-c", script], env=ONE_THREAD, check=True, timeout=500)
-    uninterrupted = small_run.tree(run_dir / "cells")
+    uninterrupted = runs.tree(run_dir / "cells")
     for moment in (1, 3, 10, 30):
-        assert small_run.tree(tmp_path / f"killed{moment}" / "cells") == uninterrupted, moment
+        assert runs.tree(tmp_path / f"killed{moment}" / "cells") == uninterrupted, moment
 
 
 def test_two_processes_make_the_same_bytes(made: tuple[Path, Protocol], tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ main()
 """)
     command = ["eval", "generate", str(run_dir.parent / "small.toml"), "--out", str(tmp_path / "run"), "--quiet"]
     done = subprocess.run(
-        [*small_run.TWO_PROCESSES, str(tmp_path / "start.py"), *command],
+        [*runs.TWO_PROCESSES, str(tmp_path / "start.py"), *command],
         env=ONE_THREAD,
         capture_output=True,
         text=True,
@@ -160,7 +160,7 @@ main()
     assert done.returncode == 0, done.stderr[-2000:]
     shares = {f"process {number % 2} made {cell.name} {number}" for cell in protocol.cells for number in range(3)}
     assert {path.name for path in tmp_path.glob("process *")} == shares
-    assert small_run.tree(tmp_path / "run" / "cells") == small_run.tree(run_dir / "cells")
+    assert runs.tree(tmp_path / "run" / "cells") == runs.tree(run_dir / "cells")
 
 
 def test_processes_that_do_not_see_one_folder_are_refused(
@@ -198,7 +198,7 @@ def test_an_interrupted_run_keeps_its_batches(
         make(tmp_path / "run", protocol)
     assert make(tmp_path / "run", protocol) == {}
     assert calls[:4] == [[3, 4], [5, 6], [7], [7]]  # the two batches that were finished are not made again
-    assert small_run.tree(tmp_path / "run" / "cells") == small_run.tree(run_dir / "cells")
+    assert runs.tree(tmp_path / "run" / "cells") == runs.tree(run_dir / "cells")
     make(tmp_path / "run", protocol)
     assert len(calls) == 3 + 3 * len(protocol.cells) - 2  # and a finished run makes nothing
 
@@ -222,7 +222,7 @@ def test_a_full_disk_is_one_line_and_finished_work_stays(
     assert list((tmp_path / "run" / "cells").rglob("*.jsonl"))
     monkeypatch.undo()
     make(tmp_path / "run", protocol)
-    assert small_run.tree(tmp_path / "run" / "cells") == small_run.tree(run_dir / "cells")
+    assert runs.tree(tmp_path / "run" / "cells") == runs.tree(run_dir / "cells")
 
 
 def test_a_row_that_failed_and_then_succeeded_is_never_said_to_have_failed(

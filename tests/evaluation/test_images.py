@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_run
 import torch
 from diffusers.image_processor import VaeImageProcessor
+from support import runs
 
 import elfatt_sd
 from elfatt_sd.errors import ElfattError
@@ -61,7 +61,7 @@ def test_null_rows_share_no_seed(tmp_path: Path, model: Path, offsets: tuple[int
         f'[[cells]]\nname = "null{index}"\nmethod = "sd"\nrole = "null"\nseed_offset = {offset}\n'
         for index, offset in enumerate(offsets)
     )
-    protocol = small_run.small_protocol(tmp_path, model, cells=f'[[cells]]\nmethod = "sd"\nrole = "baseline"\n{nulls}')
+    protocol = runs.small_protocol(tmp_path, model, cells=f'[[cells]]\nmethod = "sd"\nrole = "baseline"\n{nulls}')
     if wrong is None:
         assert len(run_prompts(protocol)) == 5
         return
@@ -106,13 +106,13 @@ def test_the_peer_is_deterministic_and_leaves_no_trace(protocol: Protocol) -> No
 
 
 def test_schedulers_by_name(tmp_path: Path, model: Path) -> None:
-    protocol = small_run.small_protocol(tmp_path, model, "scheduler=EulerAncestralDiscreteScheduler")
+    protocol = runs.small_protocol(tmp_path, model, "scheduler=EulerAncestralDiscreteScheduler")
     pipe = generate.load_protocol_pipeline(protocol)
     assert type(pipe.scheduler).__name__ == "EulerAncestralDiscreteScheduler"
     together = generate.make_images(pipe, protocol, ["cat", "dog"], [3, 4])
     alone = generate.make_images(pipe, protocol, ["dog"], [4])
     assert torch.allclose(together[1], alone[0], atol=1e-4)  # its noise comes from each image's own generator
-    plms = small_run.small_protocol(tmp_path, model, "scheduler=PLMS")
+    plms = runs.small_protocol(tmp_path, model, "scheduler=PLMS")
     pipe.scheduler.register_to_config(skip_prk_steps=False)  # as of a model that is not stored with PLMS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("elfatt_sd.loading.load_pipeline", lambda *_, **__: pipe)
@@ -120,7 +120,7 @@ def test_schedulers_by_name(tmp_path: Path, model: Path) -> None:
     pipe.scheduler.set_timesteps(4)
     assert type(pipe.scheduler).__name__ == "PNDMScheduler"
     assert len(pipe.scheduler.timesteps) == 5  # PLMS visits its second step twice; Runge and Kutta would need more
-    wrong = small_run.small_protocol(tmp_path, model, "scheduler=Eulerish")
+    wrong = runs.small_protocol(tmp_path, model, "scheduler=Eulerish")
     with pytest.raises(ElfattError, match="'Eulerish' is not known"):
         generate.load_protocol_pipeline(wrong)
 
@@ -129,7 +129,7 @@ def test_schedulers_by_name(tmp_path: Path, model: Path) -> None:
     "name", ["SchedulerMixin", "RePaintScheduler", "FlowMatchEulerDiscreteScheduler", "IPNDMScheduler"]
 )
 def test_a_dry_run_tells_that_a_scheduler_does_not_fit(tmp_path: Path, model: Path, name: str) -> None:
-    protocol = small_run.small_protocol(tmp_path, model, f"scheduler={name}")
+    protocol = runs.small_protocol(tmp_path, model, f"scheduler={name}")
     (told,) = [line for line in obstacles(Run(tmp_path / "run", protocol)) if "scheduler" in line]
     assert told.startswith(f"scheduler='{name}' does not fit the model's PNDMScheduler: ")
     assert told.endswith("; accepted: stored, PLMS, or a scheduler class of diffusers for such a model.")

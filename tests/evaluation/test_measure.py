@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_run
 import torch
+from support import runs
 
 from elfatt_sd import measure as clocks
 from elfatt_sd.attention import softmax as attention
@@ -26,7 +26,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 @pytest.fixture
 def timed(tmp_path: Path, model: Path) -> Protocol:
-    return small_run.small_protocol(tmp_path, model, "time.repeats=3", "time.batch=1", "memory.batches=[4, 1, 2]")
+    return runs.small_protocol(tmp_path, model, "time.repeats=3", "time.batch=1", "memory.batches=[4, 1, 2]")
 
 
 @pytest.fixture

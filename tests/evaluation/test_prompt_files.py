@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import small_run
+from support import runs
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.images import load_protocol_pipeline
@@ -88,7 +88,7 @@ def test_no_file(tmp_path: Path, name: str) -> None:
 
 def of_file(folder: Path, model: Path, *more: str) -> Protocol:
     file = write(folder, "prompts.csv", "prompt,kind\nan owl,bird\na wren,bird\na lynx,cat\na puma,cat\n")
-    return small_run.small_protocol(folder, model, f"prompts.file={file}", *more)
+    return runs.small_protocol(folder, model, f"prompts.file={file}", *more)
 
 
 def test_a_run_takes_its_prompts_from_the_file(tmp_path: Path, model: Path) -> None:
@@ -116,7 +116,7 @@ def test_prompts_and_clusters_are_part_of_the_run(tmp_path: Path, model: Path) -
 
 
 def test_without_a_file_the_identity_is_what_it_was(tmp_path: Path, model: Path) -> None:
-    data = small_run.small_protocol(tmp_path, model).to_dict()
+    data = runs.small_protocol(tmp_path, model).to_dict()
     assert data["prompts"] is None
     old = {key: value for key, value in data.items() if key != "prompts"}
     assert Protocol.from_dict(old).identity == Protocol.from_dict(data).identity

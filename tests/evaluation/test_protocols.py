@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_run
+from support import runs
 
 from elfatt_sd.attention.ordering import partition
 from elfatt_sd.errors import ElfattError
@@ -19,8 +19,8 @@ EVAL = Path(__file__).parents[2] / "eval"
 SHIPPED = sorted(EVAL.glob("*.toml"))
 
 
-def load(folder: Path, *overrides: str, cells: str = small_run.CELLS) -> Protocol:
-    return small_run.small_protocol(folder, Path("model"), *overrides, cells=cells)
+def load(folder: Path, *overrides: str, cells: str = runs.CELLS) -> Protocol:
+    return runs.small_protocol(folder, Path("model"), *overrides, cells=cells)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -53,7 +53,7 @@ def test_the_papers_table_is_complete() -> None:
 
 
 def test_settings_with_several_values_become_rows(tmp_path: Path) -> None:
-    cells = small_run.CELLS + '[[cells]]\nmethod = "elfatt"\nratio = [0.1, 0.2]\nblock_size = [32, 64]\n'
+    cells = runs.CELLS + '[[cells]]\nmethod = "elfatt"\nratio = [0.1, 0.2]\nblock_size = [32, 64]\n'
     names = [cell.name for cell in load(tmp_path, cells=cells).cells]
     assert names[-4:] == [f"elfatt-ratio{ratio}-block_size{size}" for ratio in (0.1, 0.2) for size in (32, 64)]
 
@@ -71,7 +71,7 @@ label = "blocks in the last 80 %"
 phases = [{ until = 0.2 }, { until = 1.0, attention = "block", block_order = "spread", block_size = 64 }]
 max_downsample = 2
 """
-    config = load(tmp_path, cells=small_run.CELLS + own).cells[-1].config()
+    config = load(tmp_path, cells=runs.CELLS + own).cells[-1].config()
     assert [phase.attention.name for phase in config.phases] == ["softmax", "block"]
     assert (config.method, config.max_downsample, config.phases[1].block_size) == ("custom", 2, 64)
 
@@ -91,7 +91,7 @@ agents = [16, 64]
 ratio = 0.3
 levels = 2
 """
-    cells = load(tmp_path, cells=small_run.CELLS + own).cells[-4:]
+    cells = load(tmp_path, cells=runs.CELLS + own).cells[-4:]
     assert [cell.name for cell in cells] == [
         f"late-block_size{size}-agents{agents}-ratio0.3-levels2" for size in (32, 56) for agents in (16, 64)
     ]
@@ -108,7 +108,7 @@ def test_lists_inside_phases_become_rows(tmp_path: Path) -> None:
 phases = [{{ until = [0.1, 0.2] }}, {{ until = 1.0, attention = "block", block_size = [32, 56], ratio = 0.3 }}]
 use_rand = false
 """
-    protocol = load(tmp_path, cells=small_run.CELLS + own)
+    protocol = load(tmp_path, cells=runs.CELLS + own)
     cells = protocol.cells[-4:]
     assert [cell.name for cell in cells] == [
         f"late-use_randFalse-until{until}-block_size{size}" for until in (0.1, 0.2) for size in (32, 56)
@@ -124,7 +124,7 @@ use_rand = false
 def test_a_list_in_several_phases_is_told_by_the_phase(tmp_path: Path) -> None:
     blocks = 'attention = "block", block_size = [32, 56]'
     own = f"{LATE}\nphases = [{{ until = 0.5, {blocks} }}, {{ until = 1.0, {blocks} }}]\n"
-    cells = load(tmp_path, cells=small_run.CELLS + own).cells[-4:]
+    cells = load(tmp_path, cells=runs.CELLS + own).cells[-4:]
     assert [dict(cell.swept) for cell in cells] == [
         {"phase1_block_size": first, "phase2_block_size": second} for first in (32, 56) for second in (32, 56)
     ]
@@ -192,7 +192,7 @@ def test_the_identity_covers_what_presets_resolve_to(tmp_path: Path, monkeypatch
     preset = PRESETS["elfatt"]
     phases = (preset.phases[0].with_settings({"agents": 65}), *preset.phases[1:])
     monkeypatch.setitem(PRESETS, "elfatt", dataclasses.replace(preset, phases=phases))
-    cells = small_run.CELLS.replace("agents = 8\n", "")
+    cells = runs.CELLS.replace("agents = 8\n", "")
     now = load(tmp_path, cells=cells)
     assert now.identity != before.identity
     assert any("agents" in line for line in differences(before.to_dict(), now.to_dict()))
@@ -265,7 +265,7 @@ def test_wrong_values_are_named(tmp_path: Path, override: str, parts: tuple[str,
 )
 def test_wrong_cells_are_named(tmp_path: Path, cell: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(ElfattError) as error:
-        load(tmp_path, cells=f"{small_run.CELLS}\n[[cells]]\n{cell}\n")
+        load(tmp_path, cells=f"{runs.CELLS}\n[[cells]]\n{cell}\n")
     assert "\n" not in str(error.value)
     for part in parts:
         assert part in str(error.value)
@@ -317,14 +317,14 @@ def test_a_limit_is_a_quick_look_at_time_and_memory_too() -> None:
 )
 def test_what_no_file_of_a_run_can_hold_is_refused(tmp_path: Path, line: str, named: str) -> None:
     path = tmp_path / "odd.toml"
-    path.write_text(f"{line}\n{small_run.UNTOUCHED}")
+    path.write_text(f"{line}\n{runs.UNTOUCHED}")
     with pytest.raises(ElfattError, match=named) as error:
         load_protocol(path)
     assert "\n" not in str(error.value)
 
 
 def test_what_is_not_utf_8_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "plain.toml").write_text(small_run.UNTOUCHED)
+    (tmp_path / "plain.toml").write_text(runs.UNTOUCHED)
     with pytest.raises(ElfattError, match=r"template=\\udcff\{label\} is not accepted; accepted: text in UTF-8"):
         load_protocol(tmp_path / "plain.toml", ["template=\udcff{label}"])
 
@@ -332,6 +332,6 @@ def test_what_is_not_utf_8_is_refused(tmp_path: Path) -> None:
 def test_folders_that_some_systems_take_for_one_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "odd.toml"
     cells = "".join(f'[[cells]]\nname = "{name}"\nlabel = "x"\nmethod = "tome"\n' for name in ("ガ", "ｶﾞ"))
-    path.write_text(small_run.UNTOUCHED + cells, encoding="utf-8")
+    path.write_text(runs.UNTOUCHED + cells, encoding="utf-8")
     with pytest.raises(ElfattError, match="given twice"):
         load_protocol(path)

@@ -12,9 +12,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import small_run
 import torch
-from small_run import ROOT, make, row_of, run_data
+from support import runs
+from support.runs import ROOT, make, row_of, run_data
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate, provenance
@@ -41,7 +41,7 @@ def test_processes_that_would_make_other_images_are_refused(
 
 def test_another_specification_is_refused_with_the_difference(made: tuple[Path, Protocol], tmp_path: Path) -> None:
     run_dir, protocol = made
-    other = small_run.small_protocol(tmp_path, Path(protocol.model), "steps=5", "guidance=2.0")
+    other = runs.small_protocol(tmp_path, Path(protocol.model), "steps=5", "guidance=2.0")
     with pytest.raises(ElfattError) as error:
         make(run_dir, other)
     refused = ("another specification", "steps: 4 there, 5 here", "guidance: 7.5 there, 2.0 here", f"--reuse {run_dir}")
@@ -50,7 +50,7 @@ def test_another_specification_is_refused_with_the_difference(made: tuple[Path, 
 
 
 def test_other_weights_are_refused(made: tuple[Path, Protocol], tmp_path: Path) -> None:
-    import tiny_pipelines as tiny
+    from support import tiny_pipelines as tiny
 
     run_dir, protocol = made
     copy = tmp_path / "run"
@@ -184,14 +184,14 @@ app({words!r})
 def test_a_small_evaluation_without_unix(workplace: Path, tmp_path: Path) -> None:
     place = tmp_path / "mit Leerzeichen é"
     place.mkdir()
-    cells = small_run.UNTOUCHED + '[[cells]]\nmethod = "elfatt"\nratio = 0.5\nblock_size = 16\nagents = 8\n'
-    protocol = small_run.write_protocol(place, workplace / "sd15", cells)
+    cells = runs.UNTOUCHED + '[[cells]]\nmethod = "elfatt"\nratio = 0.5\nblock_size = 16\nagents = 8\n'
+    protocol = runs.write_protocol(place, workplace / "sd15", cells)
     words = ["eval", "run", str(protocol), "--out", str(place / "run"), "--quiet", "--limit", "3"]
-    for override in small_run.full_overrides(workplace):
+    for override in runs.full_overrides(workplace):
         words += ["--set", override]
     code = CODE.format(model=str(workplace / "sd15"), words=words)
     environment = {**os.environ, "ELFATT_SD_CACHE": str(place / "cache"), "PYTHONUTF8": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(small_run.ROOT), os.environ.get("PYTHONPATH")]))
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(runs.ROOT), os.environ.get("PYTHONPATH")]))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=500)
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     rows = json.loads((place / "run" / "results.json").read_text(encoding="utf-8"))["rows"]

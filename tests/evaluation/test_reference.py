@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_run
 import torch
-from extractors import regions
-from reference_files import COUNT, build, encoded, expected_statistics, flat, picture
+from support import runs
+from support.runs import PHOTOS, build, encoded, expected_statistics, flat, photo, regions
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction, reference, statistics
@@ -35,14 +34,14 @@ def test_cache_is_used_until_files_or_preprocessing_change(tmp_path: Path) -> No
         build(source, cache, extractor, **options)
         return int(extractor.network.calls)  # type: ignore[arg-type]
 
-    assert calls() == COUNT
+    assert calls() == PHOTOS
     assert calls() == 0
-    assert calls(preprocessing=Preprocessing(16, "crop")) == COUNT
-    assert calls(preprocessing=Preprocessing(16, "crop", "lanczos")) == COUNT
+    assert calls(preprocessing=Preprocessing(16, "crop")) == PHOTOS
+    assert calls(preprocessing=Preprocessing(16, "crop", "lanczos")) == PHOTOS
     changed = source / "ILSVRC2012_val_00000003.JPEG"
-    changed.write_bytes(encoded(picture(99)))
+    changed.write_bytes(encoded(photo(99)))
     os.utime(changed, ns=(1, 1))
-    assert calls() == COUNT
+    assert calls() == PHOTOS
     assert not list(cache.rglob("*.part"))
     assert not list(cache.rglob("chunk-*"))
 
@@ -56,7 +55,7 @@ def test_another_count_must_be_allowed_and_is_named(tmp_path: Path, monkeypatch:
     assert not (tmp_path / "cache").exists()
     suffixes = [build(source, tmp_path / "cache", expected=50_000, allow_count=True).metric_suffix]
     suffixes += [build(source, tmp_path / "cache").metric_suffix]  # a protocol that names the number tells it, too
-    monkeypatch.setattr(reference, "FULL_COUNT", COUNT)
+    monkeypatch.setattr(reference, "FULL_COUNT", PHOTOS)
     suffixes += [build(source, tmp_path / "cache").metric_suffix]
     assert suffixes == [" (12 reference images)"] * 2 + [""]
 
@@ -83,7 +82,7 @@ def test_a_killed_computation_goes_on_and_gives_the_same_bits(tmp_path: Path, mo
     assert list((tmp_path / "cache").rglob("chunk-*.npz"))
     extractor = regions()
     resumed = build(source, tmp_path / "cache", extractor)
-    assert 0 < int(extractor.network.calls) < COUNT  # type: ignore[arg-type]
+    assert 0 < int(extractor.network.calls) < PHOTOS  # type: ignore[arg-type]
     assert torch.equal(resumed.statistics.mean, whole.statistics.mean)
     assert torch.equal(resumed.statistics.covariance, whole.statistics.covariance)
     assert resumed.sample is not None
@@ -100,7 +99,7 @@ def test_two_runs_share_one_reference(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(work, extractors))
-    assert sorted(int(extractor.network.calls) for extractor in extractors) == [0, COUNT]  # type: ignore[arg-type]
+    assert sorted(int(extractor.network.calls) for extractor in extractors) == [0, PHOTOS]  # type: ignore[arg-type]
     assert torch.equal(found[0].statistics.mean, found[1].statistics.mean)
 
 
@@ -170,8 +169,8 @@ def test_processes_of_a_launch_agree_before_they_work(tmp_path: Path) -> None:
     alone = build(source, tmp_path / "half0")  # only the first machine has it finished
     script = tmp_path / "start.py"
     script.write_text(LAUNCHED)
-    launch = [*small_run.TWO_PROCESSES, str(script), str(tmp_path)]
-    paths = os.pathsep.join((str(small_run.ROOT), str(Path(__file__).parent)))
+    launch = [*runs.TWO_PROCESSES, str(script), str(tmp_path)]
+    paths = os.pathsep.join((str(runs.ROOT), str(Path(__file__).parent)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -254,13 +253,13 @@ def test_renders_have_the_classes_of_the_prompts(tmp_path: Path) -> None:
     assert torch.equal(Renders(10, chosen).scenes[1], geometry)
     images = [image for image in renders.load(0, 2) if not isinstance(image, str)]
     assert [(image.shape, image.dtype) for image in images] == [((256, 256, 3), np.uint8)] * 2
-    for source, count in (("renders:6", 6), ("toy", COUNT)):
+    for source, count in (("renders:6", 6), ("toy", PHOTOS)):
         found = build(source, tmp_path, expected=count, classes=chosen)
         assert (found.count, found.metric_suffix) == (count, "")
     with pytest.raises(ElfattError, match="class 9999"):
         Renders(2, [9999])
     for wrong in ("renders:0", "renders:x", "renders:1"):
-        with pytest.raises(ElfattError, match="renders:COUNT"):
+        with pytest.raises(ElfattError, match="renders:PHOTOS"):
             build(wrong, tmp_path)
 
 
@@ -291,7 +290,7 @@ def test_renders_are_known_before_they_are_drawn(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_impossible_statistics_are_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
-    arrays = {"mu": np.zeros(12), "sigma": np.eye(12), "count": np.int64(COUNT)}
+    arrays = {"mu": np.zeros(12), "sigma": np.eye(12), "count": np.int64(PHOTOS)}
     np.savez(tmp_path / "odd.npz", **(arrays | changed))
     with pytest.raises(ElfattError, match=said) as error:
         build(tmp_path / "odd.npz", tmp_path)

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_run
-import tiny_pipelines as tiny
-import tiny_pixart
 import torch
-from small_run import row_of
+from support import runs, tiny_transformers
+from support import tiny_pipelines as tiny
+from support.runs import row_of
 
 from elfatt_sd.config import METHODS
 from elfatt_sd.errors import ElfattError
@@ -30,7 +29,7 @@ from elfatt_sd.files import sha256_of_file
 def test_the_papers_table_runs_to_the_end(workplace: Path, own_cache: Path, in_process: None, tmp_path: Path) -> None:
     """`eval run eval/paper_table.toml` with its sizes overridden; memory in this process in place of fresh ones."""
     protocol = load_protocol(
-        small_run.ROOT / "eval" / "paper_table.toml",
+        runs.ROOT / "eval" / "paper_table.toml",
         [
             f"model={workplace / 'sd15'}",
             f'extractors=["clip:{workplace / "clip"}"]',
@@ -92,11 +91,11 @@ def test_the_other_protocols_run_to_the_end(name: str, workplace: Path, own_cach
 
 def test_two_processes_go_through_all_stages(finished_run: Path, workplace: Path, tmp_path: Path) -> None:
     """Under a launcher, with nothing replaced: the scores are those of one process, of which some rows are here."""
-    root = small_run.ROOT
-    launch = [*small_run.TWO_PROCESSES, str(root / "cli.py")]
-    protocol = small_run.write_protocol(tmp_path, workplace / "sd15", small_run.UNTOUCHED)
+    root = runs.ROOT
+    launch = [*runs.TWO_PROCESSES, str(root / "cli.py")]
+    protocol = runs.write_protocol(tmp_path, workplace / "sd15", runs.UNTOUCHED)
     command = ["eval", "run", str(protocol), "--out", str(tmp_path / "run")]
-    for override in small_run.full_overrides(workplace):
+    for override in runs.full_overrides(workplace):
         command += ["--set", override]
     cache = tmp_path / "cache"  # so that the reference is shared out, too
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ELFATT_SD_CACHE": str(cache), "PYTHONPATH": str(root)}
@@ -131,7 +130,7 @@ def test_the_same_images_with_inception_in_a_new_folder(
         stages.evaluate(Run(run_dir, protocol), lambda line: None, reuse=[Run.open(finished_run)], show_progress=False)
         == {}
     )
-    assert small_run.tree(run_dir / "cells") == small_run.tree(finished_run / "cells")
+    assert runs.tree(run_dir / "cells") == runs.tree(finished_run / "cells")
     rows = json.loads((run_dir / "results.json").read_text())["rows"]
     (name,) = {name for row in rows for name in row["distances"] if not name.startswith("K")}
     assert name.endswith("(12 reference images)")
@@ -171,7 +170,7 @@ def hashes(run: Run) -> dict[str, list[str]]:
 
 
 def test_a_class_in_a_protocol_gets_a_row_for_each_setting(module: str, tmp_path: Path, model: Path) -> None:
-    protocol = load_protocol(small_run.write_protocol(tmp_path, model, small_run.UNTOUCHED + OWN))
+    protocol = load_protocol(runs.write_protocol(tmp_path, model, runs.UNTOUCHED + OWN))
     names = ["someones_own-Values-factor0.5", "someones_own-Values-factor2.0"]
     assert [cell.name for cell in protocol.cells[-2:]] == names
     assert [cell.config().phases[0].attention for cell in protocol.cells[-2:]] == [
@@ -185,9 +184,9 @@ def test_a_class_in_a_protocol_gets_a_row_for_each_setting(module: str, tmp_path
 
 
 def test_a_pixart_pipeline_gets_its_images(tmp_path: Path) -> None:
-    tiny_pixart.pixart(tmp_path / "parts").save_pretrained(tmp_path / "pixart")
-    cells = small_run.UNTOUCHED + '[[cells]]\nmethod = "elfatt-fast"\nblock_size = 4\nactive_fraction = 1\n'
-    protocol = load_protocol(small_run.write_protocol(tmp_path, tmp_path / "pixart", cells))
+    tiny_transformers.pixart(tmp_path / "parts").save_pretrained(tmp_path / "pixart")
+    cells = runs.UNTOUCHED + '[[cells]]\nmethod = "elfatt-fast"\nblock_size = 4\nactive_fraction = 1\n'
+    protocol = load_protocol(runs.write_protocol(tmp_path, tmp_path / "pixart", cells))
     run = Run(tmp_path / "run", protocol)
     with torch.random.fork_rng():
         assert generate.generate(run, show_progress=False) == {}
@@ -204,9 +203,9 @@ def test_they_go_through_every_stage(
     model = workplace / "sd15"
     if family == "pixart":
         model = tmp_path / "pixart"
-        tiny_pixart.pixart(tmp_path / "parts").save_pretrained(model)
-    path = small_run.write_protocol(tmp_path, model, small_run.UNTOUCHED + OWN)
-    run = Run(tmp_path / "run", load_protocol(path, small_run.full_overrides(workplace)))
+        tiny_transformers.pixart(tmp_path / "parts").save_pretrained(model)
+    path = runs.write_protocol(tmp_path, model, runs.UNTOUCHED + OWN)
+    run = Run(tmp_path / "run", load_protocol(path, runs.full_overrides(workplace)))
     assert stages.evaluate(run, lambda line: None, show_progress=False) == {}
     table = (tmp_path / "run" / "report" / "table.md").read_text()
     assert {line.split("|")[2].strip() for line in table.splitlines() if line.startswith("| own")} == {"0.5", "2"}

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scored_runs import CELLS, COUNT, counting, protocol, write_run
-from small_run import row_of
+from support.runs import CLASSES, SCORED, counting, protocol, row_of, write_run
 from torch import Tensor
 from torchmetrics.functional.image import structural_similarity_index_measure
 
@@ -68,7 +67,7 @@ def test_every_row_is_scored(scores: dict[str, Any]) -> None:
     assert list(scores["references"]) == ["FD-toy"]
     for name, row in scores["rows"].items():
         assert set(row) == {"images", "classes", "distances", "paired", "accuracy", "most_changed"}
-        assert row["images"] == row["classes"] == COUNT
+        assert row["images"] == row["classes"] == CLASSES
         assert list(row["distances"]) == ["FD-toy", "KD-toy"]
         for distance in row["distances"].values():
             low, high = distance["interval"]
@@ -78,7 +77,7 @@ def test_every_row_is_scored(scores: dict[str, Any]) -> None:
 
 def test_distance_is_that_of_the_statistics(scored: Path, scores: dict[str, Any]) -> None:
     extractor = load_extractor("toy")
-    images = Images.of_row(row_of(scored, CELLS[3]))
+    images = Images.of_row(row_of(scored, SCORED[3]))
     pixels = torch.stack([torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1) for path in images.paths])
     own = FeatureStatistics.of(extractor(pixels))
     (reference,) = build_references(protocol())
@@ -104,16 +103,16 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
     rows = scores["rows"]
     assert rows["sd"]["paired"] is None
     tome = rows["tome"]["paired"]
-    assert (tome["psnr"]["identical"], tome["psnr"]["unit"]) == (COUNT - 3, "dB")
+    assert (tome["psnr"]["identical"], tome["psnr"]["unit"]) == (CLASSES - 3, "dB")
     assert rows["tome"]["most_changed"] == [2, 5, 7]
     assert len(rows["dark"]["most_changed"]) == score.MOST_CHANGED
     assert rows["null"]["paired"]["psnr"]["median"] < 25
     assert rows["null"]["paired"]["ssim"]["median"] < 0.9 < tome["ssim"]["mean"] < 1
     assert tome["cosine"]["mean"] > rows["dark"]["paired"]["cosine"]["mean"]
     ours, theirs = (
-        np.array(Image.open(row_of(scored, cell).image_file(2))).astype(float) for cell in (CELLS[2], CELLS[0])
+        np.array(Image.open(row_of(scored, cell).image_file(2))).astype(float) for cell in (SCORED[2], SCORED[0])
     )
-    row, baseline = (Images.of_row(row_of(scored, cell)) for cell in (CELLS[2], CELLS[0]))
+    row, baseline = (Images.of_row(row_of(scored, cell)) for cell in (SCORED[2], SCORED[0]))
     before = list(warnings.filters)
     changes = score.pair_changes(row, baseline, scored / "anew", torch.device("cpu"))
     assert warnings.filters == before, "what is told later, such as of layers that are not patched, is told"
@@ -136,7 +135,7 @@ def test_changes_of_pairs(scored: Path, scores: dict[str, Any]) -> None:
 def test_pairs_are_compared_on_the_cpu_where_a_device_has_no_float64(
     scored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    row, baseline = (Images.of_row(row_of(scored, cell)) for cell in (CELLS[2], CELLS[0]))
+    row, baseline = (Images.of_row(row_of(scored, cell)) for cell in (SCORED[2], SCORED[0]))
     changes = score.pair_changes(row, baseline, scored / "on a CPU", torch.device("cpu"))
     monkeypatch.setattr(score, "has_float64", lambda device: False)
     assert torch.equal(score.pair_changes(row, baseline, scored / "elsewhere", torch.device("meta")), changes)
@@ -145,12 +144,12 @@ def test_pairs_are_compared_on_the_cpu_where_a_device_has_no_float64(
 def test_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
     (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
     scale = Scale(extractor, reference, scored / "scores")
-    untouched = Images.of_row(row_of(scored, CELLS[0]))
+    untouched = Images.of_row(row_of(scored, SCORED[0]))
     twin = dataclasses.replace(untouched, name="twin")
     scale.extract(twin)
     row = score.score_cell(twin, untouched, Scorer((), (), [scale], scored / "scores"))
     nothing = dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
-    assert row["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": COUNT, "pictures": [None] * COUNT}
+    assert row["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": CLASSES, "pictures": [None] * CLASSES}
     assert row["paired"]["ssim"]["mean"] == pytest.approx(1, abs=1e-9)
     assert row["most_changed"] == []
 
@@ -186,12 +185,12 @@ def test_what_pictures_show_is_read_once_per_row(scored: Path, monkeypatch: pyte
 
     monkeypatch.setattr(ToyExtractor, "classify", classify)
     score_run(Run.open(scored))
-    assert read == [COUNT] * len(CELLS)
+    assert read == [CLASSES] * len(SCORED)
 
 
 def test_few_classes_give_no_verdict_however_many_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counting(monkeypatch)
-    run_dir = write_run(tmp_path / "run", protocol(classes=4, images_per_class=COUNT // 4))
+    run_dir = write_run(tmp_path / "run", protocol(classes=4, images_per_class=CLASSES // 4))
     score_run(Run.open(run_dir))
     rows = json.loads((run_dir / "scores.json").read_text())["rows"]
     assert rows["dark"]["classes"] == 4
@@ -205,7 +204,7 @@ def test_better_is_said_where_it_is_shown(scored: Path) -> None:
     """The untouched pictures against the dark ones as baseline."""
     (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
     scale = Scale(extractor, reference, scored / "scores")
-    untouched, dark = (Images.of_row(row_of(scored, CELLS[place])) for place in (0, 3))
+    untouched, dark = (Images.of_row(row_of(scored, SCORED[place])) for place in (0, 3))
     row = score.score_cell(untouched, dark, Scorer((), (), [scale], scored / "scores"), toy=True)
     assert row["distances"]["FD-toy"]["difference"]["verdict"] == BETTER
     assert row["accuracy"]["mean"]["difference"]["verdict"] == BETTER
@@ -224,7 +223,7 @@ def test_the_distances_of_a_row_are_computed_once(tmp_path: Path, monkeypatch: p
 
         monkeypatch.setattr(score, name, noted)
     score_run(Run.open(write_run(tmp_path / "run", protocol())))
-    assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(CELLS))
+    assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, len(SCORED))
 
 
 def test_other_extractors_tell_no_attributes(run_dir: Path) -> None:
@@ -235,7 +234,7 @@ def test_other_extractors_tell_no_attributes(run_dir: Path) -> None:
 
 
 def test_altered_and_deleted_pictures_are_named(run_dir: Path) -> None:
-    victim = row_of(run_dir, CELLS[2]).image_file(7)
+    victim = row_of(run_dir, SCORED[2]).image_file(7)
     Image.new("RGB", (256, 256), "red").save(victim)
     with pytest.raises(ElfattError, match=r"tome/images/00007.png was altered"):
         score_run(Run.open(run_dir))
@@ -246,10 +245,10 @@ def test_altered_and_deleted_pictures_are_named(run_dir: Path) -> None:
 
 
 def test_unfinished_rows_are_left_out_and_the_baseline_is_needed(run_dir: Path) -> None:
-    row_of(run_dir, CELLS[2]).manifest.unlink()
+    row_of(run_dir, SCORED[2]).manifest.unlink()
     score_run(Run.open(run_dir))
     assert list(json.loads((run_dir / "scores.json").read_text())["rows"]) == ["sd", "null", "dark"]
-    row_of(run_dir, CELLS[0]).manifest.unlink()
+    row_of(run_dir, SCORED[0]).manifest.unlink()
     with pytest.raises(ElfattError, match="baseline, has no images"):
         score_run(Run.open(run_dir))
 
@@ -297,7 +296,7 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(tmp_path: Path, monk
     (parts / ".chunk-00001.npz.123.part").write_bytes(b"half")  # as SIGKILL leaves it, which no `finally` follows
     before = len(made)
     score_run(Run.open(run_dir))
-    assert 0 < int(made[before].network.calls) < 4 * COUNT  # type: ignore[arg-type]
+    assert 0 < int(made[before].network.calls) < 4 * CLASSES  # type: ignore[arg-type]
     assert (run_dir / "scores.json").read_bytes() == whole
     assert not list((run_dir / "scores").rglob("*.part*"))
 
@@ -309,10 +308,10 @@ def test_features_are_computed_once_per_picture(tmp_path: Path, monkeypatch: pyt
     told: list[list[tuple[str, int, int]]] = [[], []]
     for calls in told:
         score_run(Run.open(run_dir), progress=lambda *call, calls=calls: calls.append(call))  # type: ignore[misc]
-    compared = [(f"{cell.name}, PSNR and SSIM", COUNT, COUNT) for cell in CELLS[1:]]
+    compared = [(f"{cell.name}, PSNR and SSIM", CLASSES, CLASSES) for cell in SCORED[1:]]
     assert [call for call in told[0] if "PSNR" in call[0] and call[1] == call[2]] == compared
     assert not told[1], "nothing is looked at twice"
-    assert [int(extractor.network.calls) for extractor in made[1:]] == [4 * COUNT, 0]  # type: ignore[arg-type]
+    assert [int(extractor.network.calls) for extractor in made[1:]] == [4 * CLASSES, 0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 2.0])

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from reference_files import (
-    COUNT,
+from support.runs import (
     KINDS,
+    PHOTOS,
     WNIDS,
     build,
     classes,
@@ -24,7 +24,7 @@ from reference_files import (
     flat,
     linked_classes,
     parquet,
-    picture,
+    photo,
     tables,
 )
 
@@ -38,11 +38,11 @@ from elfatt_sd.evaluation.sources import decode, is_image, left_out_words, open_
 def test_every_source_gives_the_same_statistics(kind: Callable[[Path], Path], tmp_path: Path) -> None:
     found = build(kind(tmp_path), tmp_path / "cache")
     expected = expected_statistics()
-    assert (found.count, found.unreadable, found.metric_suffix) == (COUNT, [], " (12 reference images)")
+    assert (found.count, found.unreadable, found.metric_suffix) == (PHOTOS, [], " (12 reference images)")
     torch.testing.assert_close(found.statistics.mean, expected.mean, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(found.statistics.covariance, expected.covariance, rtol=1e-5, atol=1e-8)
     assert found.sample is not None
-    assert found.sample.shape == (COUNT, 12)
+    assert found.sample.shape == (PHOTOS, 12)
 
 
 @pytest.mark.parametrize("kind", [classes, linked_classes, parquet, tables])
@@ -92,7 +92,7 @@ def test_what_may_pass_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(extraction, "decode", once)
     with pytest.raises((ElfattError, MemoryError), match=r"\.JPEG cannot be read: Input/output error; give|no memory"):
         build(source, tmp_path / "cache", allow_count=True)
-    assert (found := build(source, tmp_path / "cache")).count == COUNT
+    assert (found := build(source, tmp_path / "cache")).count == PHOTOS
     assert found.unreadable == []
 
 
@@ -185,7 +185,7 @@ def test_what_is_hidden_is_no_image_and_no_class(tmp_path: Path, hidden: str) ->
 
 def test_a_folder_of_tables_names_what_lies_beside(tmp_path: Path) -> None:
     source = tables(tmp_path)
-    (source / "one.png").write_bytes(encoded(picture(1), "PNG"))
+    (source / "one.png").write_bytes(encoded(photo(1), "PNG"))
     (source / "index.json").write_text("{}")
     assert list(open_source(source).left_out) == ["one.png"]
 
@@ -226,7 +226,7 @@ def test_the_column_of_images_is_taken_or_asked_for(tmp_path: Path) -> None:
 
 def test_files_with_holes_are_not_read(tmp_path: Path) -> None:
     """They take no disk, and more memory than there is."""
-    (tmp_path / "a.png").write_bytes(encoded(picture(1), "PNG"))
+    (tmp_path / "a.png").write_bytes(encoded(photo(1), "PNG"))
     with (tmp_path / "b.png").open("wb") as file:
         file.truncate(1 << 40)
     first, second = (SourceImages(open_source(tmp_path), Preprocessing()).load(start, start + 1) for start in (0, 1))
@@ -250,7 +250,7 @@ def test_large_pictures_are_decoded_one_at_a_time(tmp_path: Path, monkeypatch: p
     """As four threads would hold a dozen of them otherwise, each of several gigabytes."""
     for index in range(6):
         side = 8 if index % 2 else 64
-        (tmp_path / f"{index}.png").write_bytes(encoded(picture(index, (side, side)), "PNG"))
+        (tmp_path / f"{index}.png").write_bytes(encoded(photo(index, (side, side)), "PNG"))
     monkeypatch.setattr(extraction, "LARGE", 100)
     held: list[int] = []
 

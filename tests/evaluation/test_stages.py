@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import small_run
-from small_run import row_of
+from support import runs
+from support.runs import row_of
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate, score, sources, stages
@@ -43,7 +43,7 @@ def test_reasons_of_several_stages_are_joined() -> None:
 def test_a_second_run_does_nothing_again(
     finished_run: Path, full_protocol: Protocol, shared_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = small_run.tree(finished_run)
+    before = runs.tree(finished_run)
     lines: list[str] = []
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -54,7 +54,7 @@ def test_a_second_run_does_nothing_again(
     monkeypatch.setattr(generate, "load_protocol_pipeline", refuse)
     assert stages.evaluate(Run(finished_run, full_protocol), lines.append, show_progress=False) == {}
     assert lines == [f"{stage}: done before" for stage in ("score", "time", "memory", "report")]
-    assert small_run.tree(finished_run) == before
+    assert runs.tree(finished_run) == before
 
 
 def test_a_lost_row_is_made_again_and_nothing_else(finished_run: Path, copy: Path, full_protocol: Protocol) -> None:
@@ -62,7 +62,7 @@ def test_a_lost_row_is_made_again_and_nothing_else(finished_run: Path, copy: Pat
     lines: list[str] = []
     assert stages.evaluate(Run(copy, full_protocol), lines.append, show_progress=False) == {}
     assert lines == [f"{stage}: done before" for stage in ("score", "time", "memory", "report")]
-    assert small_run.tree(copy / "cells") == small_run.tree(finished_run / "cells")
+    assert runs.tree(copy / "cells") == runs.tree(finished_run / "cells")
 
 
 @pytest.mark.parametrize("name", ["cost.json", "time.json", "memory.json", "scores.json"])
@@ -221,7 +221,7 @@ def test_missing_inputs_are_told_before_any_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "garbage.npz").write_bytes(b"?")
-    protocol = small_run.small_protocol(tmp_path, workplace / "sd15", *small_run.full_overrides(workplace), override)
+    protocol = runs.small_protocol(tmp_path, workplace / "sd15", *runs.full_overrides(workplace), override)
     with pytest.raises(ElfattError, match=message):
         stages.evaluate(Run(tmp_path / "run", protocol), lambda line: None, show_progress=False)
     assert {path.name for path in (tmp_path / "run").glob("*")} <= {".lock"}
@@ -231,19 +231,19 @@ def test_a_reference_is_checked_in_all_before_any_work(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its number of pictures too, where they are known by their statistics only; and a folder is listed once."""
-    overrides = small_run.full_overrides(workplace)
+    overrides = runs.full_overrides(workplace)
     listed: list[Path] = []
     monkeypatch.setattr(sources, "_folder", lambda path, list_it=sources._folder: listed.append(path) or list_it(path))
-    stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))
+    stages.check_inputs(runs.small_protocol(tmp_path, workplace / "sd15", *overrides))
     assert listed == [workplace / "val"]
     dimension = load_extractor(f"clip:{workplace / 'clip'}").dimension
     with open(tmp_path / "five.NPZ", "wb") as file:
         np.savez(file, mu=np.zeros(dimension), sigma=np.diag((np.arange(dimension) < 4) * 1.0), count=np.int64(5))
     overrides += [f"reference.source={tmp_path / 'five.NPZ'}"]
     with pytest.raises(ElfattError, match=r"five\.NPZ has 5 images; accepted are 12, or give --allow-count"):
-        stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))
+        stages.check_inputs(runs.small_protocol(tmp_path, workplace / "sd15", *overrides))
     overrides += ["reference.allow_count=true"]
-    stages.check_inputs(small_run.small_protocol(tmp_path, workplace / "sd15", *overrides))
+    stages.check_inputs(runs.small_protocol(tmp_path, workplace / "sd15", *overrides))
 
 
 def test_scoring_loads_each_extractor_once(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from draws import normal
+from support.runs import normal
 from torchmetrics.image.kid import poly_mmd
 
 from elfatt_sd.errors import ElfattError

@@ -1,4 +1,4 @@
-"""The protocols of diffusion transformers, run to the end on small random models."""
+"""The protocols of diffusion transformers, run to the end on tiny_transformers random models."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import diffusers
 import numpy as np
 import pytest
-import small_transformers as small
 import torch
 from PIL import Image
+from support import tiny_transformers
 from weights import write_classifier, write_clip
 
 from elfatt_sd.errors import ElfattError
@@ -47,9 +47,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "flux": Case(small.write_flux, 32, 32),
-    "qwen_image": Case(small.write_qwen_image, 64, 64),
-    "wan": Case(small.write_wan, 64, 48, 5),
+    "flux": Case(tiny_transformers.write_flux, 32, 32),
+    "qwen_image": Case(tiny_transformers.write_qwen_image, 64, 64),
+    "wan": Case(tiny_transformers.write_wan, 64, 48, 5),
 }
 
 
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights(folder: Path) -> list[str]:
-    """The protocols' metrics with small weights."""
+    """The protocols' metrics with tiny_transformers weights."""
     alexnet, clip = write_classifier(folder / "alexnet.pth", "alexnet"), write_clip(folder / "clip")
     given = [{"metric": "clip-score", "weights": str(clip)}, {"metric": "lpips", "weights": str(alexnet)}]
     given.append({"metric": "own_metrics:brightness", "better": "higher"})
@@ -157,7 +157,7 @@ def test_guidance_has_an_effect(finished: Finished) -> None:
     """Qwen-Image is guided only with a negative prompt; Flux is given the scale, if it was trained for that."""
     _, run, _ = finished
     if run.protocol.name == "flux":
-        pytest.skip("the small model is not distilled")
+        pytest.skip("the tiny_transformers model is not distilled")
     pipe = load_protocol_pipeline(run.protocol)
     other = dataclasses.replace(run.protocol, guidance=1.0)
     with torch.no_grad():

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from small_run import row_of
+from support.runs import row_of
 
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import RUN_FILE, Run

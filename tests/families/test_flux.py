@@ -6,12 +6,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import joint_checks as joint
 import pytest
-import tiny_joint
-import tiny_transformers as tiny
 import torch
-from checks import generator, recorded
+from support import checks, tiny_transformers
+from support.checks import generator, recorded
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
@@ -19,12 +17,12 @@ from elfatt_sd.families import family_of
 from elfatt_sd.methods import Grid
 from elfatt_sd.patch import current_config
 
-runner = functools.partial(tiny_joint.runner, prompt="a b", height=32, width=48, max_sequence_length=16)
+runner = functools.partial(tiny_transformers.runner, prompt="a b", height=32, width=48, max_sequence_length=16)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tiny.flux(tmp_path_factory.mktemp("flux"))
+    return tiny_transformers.flux(tmp_path_factory.mktemp("flux"))
 
 
 @pytest.fixture
@@ -35,8 +33,8 @@ def flux(made: Any) -> Iterator[Any]:
 
 def test_true_guidance_is_two_calls_of_a_step(flux: Any) -> None:
     run = runner(flux, negative_prompt="b", true_cfg_scale=2.0)
-    joint.check_all_keys(flux, run)
-    joint.check_steps(flux, run, layers=2, calls=2, counts=(4,))
+    checks.check_all_keys(flux, run)
+    checks.check_steps(flux, run, layers=2, calls=2, counts=(4,))
 
 
 @pytest.mark.parametrize("method", ["agent", "elfatt", "elfatt-fast", "elfatt-quality"])
@@ -129,7 +127,7 @@ def call(net: Any, ids: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("write", ["copy", "data"])
 def test_ids_that_are_written_in_place_are_read_again(kind: Any, inference: bool, write: str) -> None:
-    net, shapes = tiny.flux_transformer(), ((6, 4), (4, 6), (8, 3))
+    net, shapes = tiny_transformers.flux_transformer(), ((6, 4), (4, 6), (8, 3))
     with torch.inference_mode(inference), torch.no_grad(), elfatt_sd.patched(net, FEW):
         steps = torch.linspace(1, 0.25, 4)
         fresh = [call(net, ids_of(*shape), step) for shape, step in zip(shapes, steps, strict=False)]
@@ -143,7 +141,7 @@ def test_ids_that_are_written_in_place_are_read_again(kind: Any, inference: bool
 
 
 def test_ids_that_numpy_writes_are_read_again() -> None:
-    net, ids = tiny.flux_transformer(), ids_of(6, 4)
+    net, ids = tiny_transformers.flux_transformer(), ids_of(6, 4)
     with torch.no_grad(), elfatt_sd.patched(net, FEW):
         step = torch.tensor([0.5])
         expected = call(net, ids_of(4, 6), step)
@@ -154,7 +152,7 @@ def test_ids_that_numpy_writes_are_read_again() -> None:
 
 def test_ids_on_a_device_are_read_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a CUDA graph writes is not counted: between two runs, they may be others."""
-    net, ids = tiny.flux_transformer(), ids_of(6, 4).as_subclass(OnDevice)
+    net, ids = tiny_transformers.flux_transformer(), ids_of(6, 4).as_subclass(OnDevice)
     monkeypatch.setattr(OnDevice, "read", [])
     with torch.no_grad(), elfatt_sd.patched(net, FEW):
         for run in range(1, 3):

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import diffusers
-import joint_checks as joint
 import pytest
-import tiny_flux as tiny
-import tiny_joint
 import torch
-from checks import generator
+from support import checks, tiny_transformers
+from support.checks import generator
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def made() -> Any:
-    return tiny.flux2()
+    return tiny_transformers.flux2()
 
 
 @pytest.fixture
@@ -39,7 +37,7 @@ def text(batch: int, tokens: int = 12) -> torch.Tensor:
     return torch.rand(batch, tokens, 8, generator=generator())
 
 
-runner = functools.partial(tiny_joint.runner, prompt_embeds=text(1), height=32, width=48)
+runner = functools.partial(tiny_transformers.runner, prompt_embeds=text(1), height=32, width=48)
 
 
 def reference(height: int, width: int) -> Any:
@@ -49,13 +47,13 @@ def reference(height: int, width: int) -> Any:
 
 
 def test_two_prompts(flux2: Any) -> None:
-    joint.check_all_keys(flux2, runner(flux2, prompt_embeds=text(2)))
+    checks.check_all_keys(flux2, runner(flux2, prompt_embeds=text(2)))
 
 
 def test_references_are_exact_keys(flux2: Any) -> None:
     run = runner(flux2, image=[reference(64, 64), reference(64, 80)])
-    joint.check_all_keys(flux2, run)
-    joint.check_methods(flux2, run)
+    checks.check_all_keys(flux2, run)
+    checks.check_methods(flux2, run)
     elfatt_sd.apply_patch(flux2, PatchConfig("few", (Phase(1.0, "sampled", keys=8),)))
     run(num_inference_steps=1)
     call = flux2.transformer.elfatt_patch._shared.latest
@@ -73,9 +71,9 @@ def klein(made: Any) -> Iterator[Any]:
 
 def test_klein_with_guidance(klein: Any) -> None:
     run = runner(klein, guidance_scale=3.0, negative_prompt_embeds=text(1) - 0.5)
-    joint.check_all_keys(klein, run)
-    joint.check_steps(klein, run, layers=2, calls=2, counts=(4,))
-    joint.check_methods(klein, runner(klein, guidance_scale=1.0, image=reference(64, 64)))
+    checks.check_all_keys(klein, run)
+    checks.check_steps(klein, run, layers=2, calls=2, counts=(4,))
+    checks.check_methods(klein, runner(klein, guidance_scale=1.0, image=reference(64, 64)))
 
 
 def test_inpainting(made: Any) -> None:
@@ -85,12 +83,12 @@ def test_inpainting(made: Any) -> None:
     mask[..., :24] = 1
     image = torch.rand(1, 3, 32, 48, generator=generator())
     run = runner(pipe, image=image, mask_image=mask, strength=0.7, num_inference_steps=5)
-    joint.check_all_keys(pipe, run)
-    joint.check_methods(pipe, run)
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
 
 
 def test_cached_keys_are_refused() -> None:
-    parts = tiny.flux2().components
+    parts = tiny_transformers.flux2().components
     pipe = diffusers.Flux2KleinKVPipeline(**parts)
     with pytest.raises(ElfattError, match="Flux2KVAttnProcessor keeps keys and values of reference images"):
         elfatt_sd.apply_patch(pipe)
@@ -106,7 +104,7 @@ def test_cached_keys_after_the_patch_are_refused() -> None:
         pipe.set_progress_bar_config(disable=True)
         return runner(pipe, image=image)()
 
-    parts = tiny.flux2().components
+    parts = tiny_transformers.flux2().components
     expected = draw(copy.deepcopy(parts["transformer"]))
     first = elfatt_sd.apply_patch(diffusers.Flux2KleinPipeline(**parts), "elfatt")
     for _ in range(2):

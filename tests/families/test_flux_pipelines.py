@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import joint_checks as joint
 import pytest
-import tiny_flux
-import tiny_joint
-import tiny_transformers as tiny
 import torch
-from checks import picture, recorded
+from support import checks, tiny_transformers
+from support.checks import picture, recorded
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -21,7 +18,9 @@ from elfatt_sd.families import family_of, find_denoisers, find_layers
 from elfatt_sd.methods import Grid
 
 SIZE: dict[str, Any] = {"height": 32, "width": 48}
-runner = functools.partial(tiny_joint.runner, prompt="a b", num_inference_steps=4, max_sequence_length=16, **SIZE)
+runner = functools.partial(
+    tiny_transformers.runner, prompt="a b", num_inference_steps=4, max_sequence_length=16, **SIZE
+)
 IMAGE = {"image": picture(**SIZE)}
 CONTROL = {"control_image": picture(**SIZE, channels=3)}
 MASK = {"mask_image": (torch.arange(48) < 20).float().expand(1, 1, 32, 48)}
@@ -44,12 +43,12 @@ PIPELINES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 def make(folder: Path, name: str, transformer: dict[str, Any], **parts: Any) -> Any:
     if "ControlNet" in name:
-        parts = {"controlnet": tiny_flux.controlnet(), **parts}
-    return tiny.flux(
+        parts = {"controlnet": tiny_transformers.controlnet(), **parts}
+    return tiny_transformers.flux(
         folder,
         getattr(diffusers, name),
-        transformer=tiny.flux_transformer(**transformer),
-        vae=tiny_flux.vae(),
+        transformer=tiny_transformers.flux_transformer(**transformer),
+        vae=tiny_transformers.vae(),
         **parts,
     )
 
@@ -61,9 +60,9 @@ def test_pipelines(tmp_path: Path, name: str) -> None:
     transformer, given = PIPELINES[name]
     pipe = make(tmp_path, name, transformer)
     run = runner(pipe, **given)
-    joint.check_all_keys(pipe, run)
-    joint.check_methods(pipe, run)
-    joint.check_plan(pipe, 96, 2 * len(find_denoisers(pipe)), **SIZE)
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
+    checks.check_plan(pipe, 96, 2 * len(find_denoisers(pipe)), **SIZE)
     steps = range(2, 4) if "strength" in given else range(4)  # of 4, the last ones
     with elfatt_sd.patched(pipe, PatchConfig("half", (Phase(0.75, "cell_spread", block_size=8),))):
         for _ in range(2):
@@ -74,9 +73,9 @@ def test_pipelines(tmp_path: Path, name: str) -> None:
 
 def test_guidance_distilled(tmp_path: Path) -> None:
     pipe = make(tmp_path, "FluxPipeline", {"guidance_embeds": True})
-    joint.check_all_keys(pipe, runner(pipe, guidance_scale=2.0))
-    joint.check_steps(pipe, runner(pipe), layers=2, counts=(4,))
-    joint.check_plan(pipe, 96, 2, **SIZE)
+    checks.check_all_keys(pipe, runner(pipe, guidance_scale=2.0))
+    checks.check_steps(pipe, runner(pipe), layers=2, counts=(4,))
+    checks.check_plan(pipe, 96, 2, **SIZE)
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "FluxKontextPipeline"), reason="this diffusers has no Kontext")
@@ -93,16 +92,16 @@ def test_references_are_exact_keys(tmp_path: Path) -> None:
 
 
 def test_a_controlnet_with_a_token_for_its_mode(tmp_path: Path) -> None:
-    pipe = make(tmp_path, "FluxControlNetPipeline", {}, controlnet=tiny_flux.controlnet(num_mode=2))
+    pipe = make(tmp_path, "FluxControlNetPipeline", {}, controlnet=tiny_transformers.controlnet(num_mode=2))
     run = runner(pipe, **CONTROL, control_mode=1)
-    joint.check_all_keys(pipe, run)
-    joint.check_methods(pipe, run)
-    joint.check_plan(pipe, 96, 4, **SIZE)
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
+    checks.check_plan(pipe, 96, 4, **SIZE)
 
 
 def test_a_controlnet_with_an_encoder() -> None:
     """Of XLabs: it is given pixels, 16 to a token on each side."""
-    net = tiny_flux.controlnet(conditioning_embedding_channels=4, patch_size=2)
+    net = tiny_transformers.controlnet(conditioning_embedding_channels=4, patch_size=2)
     torch.manual_seed(0)
     arguments = family_of(net).arguments(net, Grid.image(8, 12), 2, torch.rand)
     assert arguments["controlnet_cond"].shape == (2, 3, 128, 192)
@@ -111,22 +110,22 @@ def test_a_controlnet_with_an_encoder() -> None:
         with torch.no_grad():
             return torch.cat([sample for samples in net(**arguments, return_dict=False) for sample in samples])
 
-    joint.check_all_keys(net, run)
-    joint.check_methods(net, run)
+    checks.check_all_keys(net, run)
+    checks.check_methods(net, run)
 
 
 def test_several_controlnets(tmp_path: Path) -> None:
-    nets = [tiny_flux.controlnet(), tiny_flux.controlnet()]
+    nets = [tiny_transformers.controlnet(), tiny_transformers.controlnet()]
     several = diffusers.FluxMultiControlNetModel(nets)
     pipe = make(tmp_path, "FluxControlNetPipeline", {}, controlnet=several)
     image = CONTROL["control_image"]
     run = runner(pipe, control_image=[image, image], controlnet_conditioning_scale=[1.0, 0.5], control_mode=[0, 0])
-    joint.check_all_keys(pipe, run)
-    joint.check_steps(pipe, run, layers=6, counts=(4,))
+    checks.check_all_keys(pipe, run)
+    checks.check_steps(pipe, run, layers=6, counts=(4,))
 
 
 def test_controlnet_alone(tmp_path: Path) -> None:
-    net = tiny_flux.controlnet()
+    net = tiny_transformers.controlnet()
     elfatt_sd.apply_patch(net, "elfatt")
     assert len(find_layers(net)) == 2
     assert elfatt_sd.is_patched(net)

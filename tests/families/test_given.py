@@ -7,12 +7,8 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_flux
-import tiny_joint as tiny
-import tiny_pipelines
-import tiny_pixart
-import tiny_transformers
 import torch
+from support import tiny_pipelines, tiny_transformers
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
@@ -22,46 +18,48 @@ from elfatt_sd.methods import Grid
 from elfatt_sd.runtime.call import Denoiser
 
 ROWS = 3
-CONTROL: dict[str, Any] = {"joint_attention_dim": tiny.WIDTH, "num_layers": 1, "attention_head_dim": 16}
+CONTROL: dict[str, Any] = {"joint_attention_dim": tiny_transformers.WIDTH, "num_layers": 1, "attention_head_dim": 16}
 CONTROL |= {"num_attention_heads": 2}
 
 
 def z_image_controlnet() -> Any:
     """One that has got its transformer's embeddings."""
     config = {"control_layers_places": [0, 1], "control_refiner_layers_places": [0], "control_in_dim": 4}
-    net = tiny.transformer("ZImageControlNetModel", **config, dim=32, n_refiner_layers=1, n_heads=2, n_kv_heads=2)
-    return diffusers.ZImageControlNetModel.from_transformer(net, tiny.z_image()[0].transformer)
+    net = tiny_transformers.transformer(
+        "ZImageControlNetModel", **config, dim=32, n_refiner_layers=1, n_heads=2, n_kv_heads=2
+    )
+    return diffusers.ZImageControlNetModel.from_transformer(net, tiny_transformers.z_image()[0].transformer)
 
 
 def sd3_controlnet() -> Any:
     config = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "caption_projection_dim": 32}
     config |= {"pooled_projection_dim": 8, "pos_embed_max_size": 16, "extra_conditioning_channels": 0}
-    return tiny.transformer("SD3ControlNetModel", **{**CONTROL, **config})
+    return tiny_transformers.transformer("SD3ControlNetModel", **{**CONTROL, **config})
 
 
 def qwen_controlnet() -> Any:
     config = {"patch_size": 2, "in_channels": 16, "out_channels": 4, "axes_dims_rope": (4, 6, 6)}
-    return tiny.transformer("QwenImageControlNetModel", **{**CONTROL, **config})
+    return tiny_transformers.transformer("QwenImageControlNetModel", **{**CONTROL, **config})
 
 
 MODELS: dict[str, tuple[Callable[[], Any], int | None, int]] = {  # a model, its unit, and tokens of text before its own
     "UNet": (tiny_pipelines.unet, None, 0),
-    "PixArt": (tiny_pixart.transformer, None, 0),
-    "StableDiffusion3": (lambda: tiny.sd3()[0].transformer, None, 0),
+    "PixArt": (tiny_transformers.pixart_transformer, None, 0),
+    "StableDiffusion3": (lambda: tiny_transformers.sd3()[0].transformer, None, 0),
     "SD3ControlNet": (sd3_controlnet, None, 0),
     "Flux": (tiny_transformers.flux_transformer, FRACTION, 512),
-    "FluxControlNet": (tiny_flux.controlnet, FRACTION, 512),
-    "Chroma": (tiny_flux.chroma_transformer, FRACTION, 512),
-    "Flux2": (lambda: tiny_flux.flux2().transformer, FRACTION, 512),
-    "QwenImage": (lambda: tiny.qwen_image()[0].transformer, FRACTION, 256),
+    "FluxControlNet": (tiny_transformers.controlnet, FRACTION, 512),
+    "Chroma": (tiny_transformers.chroma_transformer, FRACTION, 512),
+    "Flux2": (lambda: tiny_transformers.flux2().transformer, FRACTION, 512),
+    "QwenImage": (lambda: tiny_transformers.qwen_image()[0].transformer, FRACTION, 256),
     "QwenImageControlNet": (qwen_controlnet, FRACTION, 256),
-    "ZImage": (lambda: tiny.z_image()[0].transformer, RISING, 0),
+    "ZImage": (lambda: tiny_transformers.z_image()[0].transformer, RISING, 0),
     "ZImageControlNet": (z_image_controlnet, RISING, 0),
-    "Wan": (lambda: tiny.wan()[0].transformer, None, 0),
-    "LTXVideo": (lambda: tiny.ltx_video()[0].transformer, None, 0),
-    "HunyuanVideo": (lambda: tiny.hunyuan_video()[0].transformer, None, 0),
-    "HunyuanVideo15": (lambda: tiny.hunyuan_video_15()[0].transformer, None, 0),
-    "CogVideoX": (lambda: tiny.cogvideox()[0].transformer, None, 7),
+    "Wan": (lambda: tiny_transformers.wan()[0].transformer, None, 0),
+    "LTXVideo": (lambda: tiny_transformers.ltx_video()[0].transformer, None, 0),
+    "HunyuanVideo": (lambda: tiny_transformers.hunyuan_video()[0].transformer, None, 0),
+    "HunyuanVideo15": (lambda: tiny_transformers.hunyuan_video_15()[0].transformer, None, 0),
+    "CogVideoX": (lambda: tiny_transformers.cogvideox()[0].transformer, None, 7),
 }
 
 

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import diffusers
-import joint_checks as joint
 import pytest
-import tiny_joint as tiny
 import torch
-from checks import generator, recorded
+from support import checks, tiny_transformers
+from support.checks import generator, recorded
 
 import elfatt_sd
 from elfatt_sd.families import family_of
 from elfatt_sd.methods import Attention, Grid
 
 IMAGE = torch.rand(1, 3, 96, 64, generator=generator())
-TEXT = {"prompt_embeds": tiny.embeds(), "negative_prompt_embeds": tiny.embeds(1)}
+TEXT = {"prompt_embeds": tiny_transformers.embeds(), "negative_prompt_embeds": tiny_transformers.embeds(1)}
 SIZE: dict[str, Any] = {"height": 96, "width": 64, "num_frames": 9}
 
 
@@ -30,34 +29,34 @@ def vae(name: str, **config: Any) -> Any:
 
 def wan(pipeline: str, *transformers: Any, **parts: Any) -> Any:
     config = {"base_dim": 3, "dim_mult": [1] * 4, "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
-    return tiny.pipeline(pipeline, *transformers, vae=vae("AutoencoderKLWan", z_dim=16, **config), **parts)
+    return tiny_transformers.pipeline(pipeline, *transformers, vae=vae("AutoencoderKLWan", z_dim=16, **config), **parts)
 
 
-def wan_image(more: int = 0, channels: int = 36, **parts: Any) -> tuple[Any, joint.Run]:
-    models = [tiny.wan_transformer(in_channels=channels, out_channels=16) for _ in range(1 + more)]
+def wan_image(more: int = 0, channels: int = 36, **parts: Any) -> tuple[Any, checks.Run]:
+    models = [tiny_transformers.wan_transformer(in_channels=channels, out_channels=16) for _ in range(1 + more)]
     pipe = wan("WanImageToVideoPipeline", *models, **parts)
-    return pipe, tiny.runner(pipe, image=IMAGE, guidance_scale=3.0, **TEXT, **SIZE)
+    return pipe, tiny_transformers.runner(pipe, image=IMAGE, guidance_scale=3.0, **TEXT, **SIZE)
 
 
-def wan_21() -> tuple[Any, joint.Run]:
+def wan_21() -> tuple[Any, checks.Run]:
     """Cross-attention to what an encoder sees in the image, beside that to text."""
-    model = tiny.wan_transformer(in_channels=36, out_channels=16, image_dim=6, added_kv_proj_dim=24)
+    model = tiny_transformers.wan_transformer(in_channels=36, out_channels=16, image_dim=6, added_kv_proj_dim=24)
     pipe = wan("WanImageToVideoPipeline", model)
     seen = torch.rand(1, 5, 6, generator=generator())
     pipe.encode_image = lambda *_: seen
-    return pipe, tiny.runner(pipe, image=IMAGE, guidance_scale=3.0, **TEXT, **SIZE)
+    return pipe, tiny_transformers.runner(pipe, image=IMAGE, guidance_scale=3.0, **TEXT, **SIZE)
 
 
-def wan_22() -> tuple[Any, joint.Run]:
+def wan_22() -> tuple[Any, checks.Run]:
     return wan_image(1, boundary_ratio=0.8)
 
 
-def wan_22_5b() -> tuple[Any, joint.Run]:
+def wan_22_5b() -> tuple[Any, checks.Run]:
     """A timestep for each token: those of the given frame have 0."""
     return wan_image(channels=16, expand_timesteps=True)
 
 
-def ltx(pipeline: str, **given: Any) -> tuple[Any, joint.Run]:
+def ltx(pipeline: str, **given: Any) -> tuple[Any, checks.Run]:
     """3x8x8 tokens; those of the given frames have another timestep."""
     sizes = {
         "block_out_channels": (8,) * 4,
@@ -69,60 +68,64 @@ def ltx(pipeline: str, **given: Any) -> tuple[Any, joint.Run]:
     config |= {"upsample_residual": (False,) * 4, "encoder_causal": True, "decoder_causal": False}
     encoder = vae("AutoencoderKLLTXVideo", **sizes, **config)
     model = {"in_channels": 8, "out_channels": 8, "num_attention_heads": 2, "attention_head_dim": 8}
-    model |= {"cross_attention_dim": 16, "num_layers": 2, "caption_channels": tiny.WIDTH}
-    pipe = tiny.pipeline(pipeline, tiny.transformer("LTXVideoTransformer3DModel", **model), vae=encoder)
-    mask = torch.ones(1, tiny.TEXT, dtype=torch.long)
+    model |= {"cross_attention_dim": 16, "num_layers": 2, "caption_channels": tiny_transformers.WIDTH}
+    pipe = tiny_transformers.pipeline(
+        pipeline, tiny_transformers.transformer("LTXVideoTransformer3DModel", **model), vae=encoder
+    )
+    mask = torch.ones(1, tiny_transformers.TEXT, dtype=torch.long)
     masks = {"prompt_attention_mask": mask, "negative_prompt_attention_mask": mask}
     size = {"height": 32, "width": 32, "num_frames": 9}
-    return pipe, tiny.runner(pipe, guidance_scale=3.0, **TEXT, **masks, **size, **given)
+    return pipe, tiny_transformers.runner(pipe, guidance_scale=3.0, **TEXT, **masks, **size, **given)
 
 
-def ltx_image() -> tuple[Any, joint.Run]:
+def ltx_image() -> tuple[Any, checks.Run]:
     return ltx("LTXImageToVideoPipeline", image=IMAGE[..., :32, :32])
 
 
-def ltx_condition(*frames: int) -> tuple[Any, joint.Run]:
+def ltx_condition(*frames: int) -> tuple[Any, checks.Run]:
     """Images for some frames; those of later frames are tokens before the video's."""
     pictures = [IMAGE[..., 32 * index : 32 * index + 32, :32] for index in range(len(frames))]
     return ltx("LTXConditionPipeline", image=pictures, video=[None] * len(frames), frame_index=list(frames))
 
 
-def ltx_first() -> tuple[Any, joint.Run]:
+def ltx_first() -> tuple[Any, checks.Run]:
     return ltx_condition(0)
 
 
-def ltx_first_and_last() -> tuple[Any, joint.Run]:
+def ltx_first_and_last() -> tuple[Any, checks.Run]:
     return ltx_condition(0, 8)
 
 
-def cogvideox_image() -> tuple[Any, joint.Run]:
+def cogvideox_image() -> tuple[Any, checks.Run]:
     config: dict[str, Any] = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1}
     config |= {f"{way}_block_types": (f"CogVideoX{way.title()}Block3D",) * 4 for way in ("down", "up")}
     encoder = vae("AutoencoderKLCogVideoX", **config, norm_num_groups=2, temporal_compression_ratio=4)
-    base, _ = tiny.cogvideox()
-    model = tiny.transformer("CogVideoXTransformer3DModel", **{**base.transformer.config, "in_channels": 8})
-    pipe = tiny.pipeline("CogVideoXImageToVideoPipeline", model, vae=encoder, scheduler=base.scheduler)
-    return pipe, tiny.runner(pipe, image=IMAGE, guidance_scale=3.0, **TEXT, **SIZE)
+    base, _ = tiny_transformers.cogvideox()
+    model = tiny_transformers.transformer(
+        "CogVideoXTransformer3DModel", **{**base.transformer.config, "in_channels": 8}
+    )
+    pipe = tiny_transformers.pipeline("CogVideoXImageToVideoPipeline", model, vae=encoder, scheduler=base.scheduler)
+    return pipe, tiny_transformers.runner(pipe, image=IMAGE, guidance_scale=3.0, **TEXT, **SIZE)
 
 
-def hunyuan_image(kind: str) -> tuple[Any, joint.Run]:
+def hunyuan_image(kind: str) -> tuple[Any, checks.Run]:
     config: dict[str, Any] = {"block_out_channels": (8,) * 4, "latent_channels": 4, "layers_per_block": 1}
     config |= {f"{way}_block_types": (f"HunyuanVideo{way.title()}Block3D",) * 4 for way in ("down", "up")}
     encoder = vae("AutoencoderKLHunyuanVideo", **config, norm_num_groups=4)
-    base, run = tiny.hunyuan_video()
+    base, run = tiny_transformers.hunyuan_video()
     channels = 4 if kind == "token_replace" else 9
     own = {"image_condition_type": kind, "in_channels": channels, "guidance_embeds": kind == "token_replace"}
-    model = tiny.transformer("HunyuanVideoTransformer3DModel", **{**base.transformer.config, **own})
-    pipe = tiny.pipeline("HunyuanVideoImageToVideoPipeline", model, vae=encoder)
-    return pipe, tiny.runner(pipe, **run.given, image=IMAGE)  # type: ignore[attr-defined]
+    model = tiny_transformers.transformer("HunyuanVideoTransformer3DModel", **{**base.transformer.config, **own})
+    pipe = tiny_transformers.pipeline("HunyuanVideoImageToVideoPipeline", model, vae=encoder)
+    return pipe, tiny_transformers.runner(pipe, **run.given, image=IMAGE)  # type: ignore[attr-defined]
 
 
-def hunyuan_replaced() -> tuple[Any, joint.Run]:
+def hunyuan_replaced() -> tuple[Any, checks.Run]:
     """Blocks that change the tokens of the first frame in another way."""
     return hunyuan_image("token_replace")
 
 
-def hunyuan_joined() -> tuple[Any, joint.Run]:
+def hunyuan_joined() -> tuple[Any, checks.Run]:
     return hunyuan_image("latent_concat")
 
 
@@ -142,7 +145,7 @@ class Values(Attention):
 class Case(NamedTuple):
     """How a pipeline is made, its class, calls of its transformer in a step, and patched layers of all transformers."""
 
-    make: Callable[[], tuple[Any, joint.Run]]
+    make: Callable[[], tuple[Any, checks.Run]]
     pipeline: str
     calls: int = 1
     layers: int = 2
@@ -161,7 +164,7 @@ CASES = [
 ]
 
 
-def made(pipeline: str, make: Callable[[], tuple[Any, joint.Run]]) -> tuple[Any, joint.Run]:
+def made(pipeline: str, make: Callable[[], tuple[Any, checks.Run]]) -> tuple[Any, checks.Run]:
     if not hasattr(diffusers, pipeline):
         pytest.skip(f"this version of diffusers has no {pipeline}")
     return make()
@@ -170,23 +173,23 @@ def made(pipeline: str, make: Callable[[], tuple[Any, joint.Run]]) -> tuple[Any,
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.make.__name__)
 def test_videos_of_an_image(case: Case) -> None:
     pipe, run = made(case.pipeline, case.make)
-    joint.check_all_keys(pipe, run)
-    joint.check_methods(pipe, run)
-    joint.check_steps(pipe, run, case.layers, case.calls, counts=(1, 4))
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
+    checks.check_steps(pipe, run, case.layers, case.calls, counts=(1, 4))
 
 
 def test_a_video_of_a_video() -> None:
     """It begins at the fifth of eight steps."""
 
-    def make() -> tuple[Any, joint.Run]:
+    def make() -> tuple[Any, checks.Run]:
         flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
-        model = tiny.wan_transformer(in_channels=16, out_channels=16)
+        model = tiny_transformers.wan_transformer(in_channels=16, out_channels=16)
         pipe = wan("WanVideoToVideoPipeline", model, scheduler=diffusers.UniPCMultistepScheduler(**flow))
         clip = torch.rand(1, 9, 3, 96, 64, generator=generator())
         given = {"video": clip, "height": 96, "width": 64, "strength": 0.5, "num_inference_steps": 8}
-        return pipe, tiny.runner(pipe, guidance_scale=3.0, **TEXT, **given)
+        return pipe, tiny_transformers.runner(pipe, guidance_scale=3.0, **TEXT, **given)
 
-    joint.check_image_to_image(*made("WanVideoToVideoPipeline", make), calls=2)
+    checks.check_image_to_image(*made("WanVideoToVideoPipeline", make), calls=2)
 
 
 def test_tokens_of_given_frames_come_before_the_video() -> None:

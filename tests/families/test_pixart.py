@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_pixart
 import torch
-from checks import generator, recorded
 from diffusers.models.attention_processor import AttnProcessor2_0
+from support import tiny_transformers
+from support.checks import generator, recorded
 
 import elfatt_sd
 from elfatt_sd import METHODS, ElfattError, PatchConfig, Phase
@@ -24,7 +24,7 @@ OWN = [name for name, kind in attentions().items() if is_own(kind) and not kind.
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tiny_pixart.pixart(tmp_path_factory.mktemp("pixart"))
+    return tiny_transformers.pixart(tmp_path_factory.mktemp("pixart"))
 
 
 @pytest.fixture

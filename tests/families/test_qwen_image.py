@@ -6,12 +6,10 @@ import sys
 from typing import Any
 
 import diffusers
-import joint_checks as joint
 import pytest
-import tiny_joint as tiny
-import tiny_pixart
 import torch
-from checks import picture, recorded
+from support import checks, tiny_transformers
+from support.checks import picture, recorded
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -41,52 +39,57 @@ def image(height: int, width: int) -> Any:
     return Image.effect_noise((width, height), 60).convert("RGB")
 
 
-def make(monkeypatch: pytest.MonkeyPatch, name: str, config: dict[str, Any], **parts: Any) -> tuple[Any, joint.Run]:
+def make(monkeypatch: pytest.MonkeyPatch, name: str, config: dict[str, Any], **parts: Any) -> tuple[Any, checks.Run]:
     """A pipeline whose images to be edited keep their size; with the options of the one without images."""
-    plain, run = tiny.qwen_image(**config)
-    text_encoder = tiny_pixart.text_encoder()
+    plain, run = tiny_transformers.qwen_image(**config)
+    text_encoder = tiny_transformers.pixart_text_encoder()
     parts = {"vae": vae(), "text_encoder": text_encoder, "transformer": plain.transformer, **parts}
-    pipe = tiny.pipeline(name, **parts)
+    pipe = tiny_transformers.pipeline(name, **parts)
     module = sys.modules[type(pipe).__module__]
     if hasattr(module, "calculate_dimensions"):
         sizes = {"QwenImageEditPlusPipeline": (48, 32), "QwenImageLayeredPipeline": (64, 96)}
         size = sizes.get(name, (64, 96, None))
         monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: size)
-    return pipe, tiny.runner(pipe, **run.given)  # type: ignore[attr-defined]
+    return pipe, tiny_transformers.runner(pipe, **run.given)  # type: ignore[attr-defined]
 
 
 def test_padded_text() -> None:
     """Texts of different lengths: the keys of padding are masked."""
-    short = torch.ones(2, tiny.TEXT, dtype=torch.long)
+    short = torch.ones(2, tiny_transformers.TEXT, dtype=torch.long)
     short[0, 4:] = 0
-    given = {"prompt_embeds": tiny.embeds().repeat(2, 1, 1), "prompt_embeds_mask": short}
-    given |= {"negative_prompt_embeds": tiny.embeds(1).repeat(2, 1, 1), "negative_prompt_embeds_mask": short.flip(0)}
-    pipe, run = tiny.qwen_image(**given)
-    joint.check_all_keys(pipe, run)
-    joint.check_methods(pipe, run)
-    padding = tiny.embeds().repeat(2, 1, 1)
+    given = {"prompt_embeds": tiny_transformers.embeds().repeat(2, 1, 1), "prompt_embeds_mask": short}
+    given |= {
+        "negative_prompt_embeds": tiny_transformers.embeds(1).repeat(2, 1, 1),
+        "negative_prompt_embeds_mask": short.flip(0),
+    }
+    pipe, run = tiny_transformers.qwen_image(**given)
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
+    padding = tiny_transformers.embeds().repeat(2, 1, 1)
     padding[0, 4:] = 3.0
     with elfatt_sd.patched(pipe, FEW):
         assert torch.equal(run(), run(prompt_embeds=padding))
 
 
 def test_without_guidance() -> None:
-    pipe, run = tiny.qwen_image(true_cfg_scale=1.0, negative_prompt_embeds=None, negative_prompt_embeds_mask=None)
-    joint.check_all_keys(pipe, run)
-    joint.check_steps(pipe, run, layers=2, counts=(4,))
+    pipe, run = tiny_transformers.qwen_image(
+        true_cfg_scale=1.0, negative_prompt_embeds=None, negative_prompt_embeds_mask=None
+    )
+    checks.check_all_keys(pipe, run)
+    checks.check_steps(pipe, run, layers=2, counts=(4,))
 
 
 @pytest.mark.parametrize("guided", [False, True])
 def test_half_precision(guided: bool) -> None:
     """Rounded timesteps are found on the schedule."""
-    pipe, run = tiny.qwen_image(**({} if guided else {"true_cfg_scale": 1.0}))
+    pipe, run = tiny_transformers.qwen_image(**({} if guided else {"true_cfg_scale": 1.0}))
     pipe.to(torch.bfloat16)
     given = {name: value.bfloat16() for name, value in run.given.items() if name.endswith("embeds")}  # type: ignore[attr-defined]
 
     def made(**options: Any) -> torch.Tensor:
         return run(**given, **options)
 
-    joint.check_steps(pipe, made, layers=2, calls=1 + guided, counts=(4, 28))
+    checks.check_steps(pipe, made, layers=2, calls=1 + guided, counts=(4, 28))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,7 @@ def test_image_to_image(monkeypatch: pytest.MonkeyPatch, name: str, given: dict[
     def made(**options: Any) -> torch.Tensor:
         return run(**{**given, **options})
 
-    joint.check_image_to_image(pipe, made, calls=2)
+    checks.check_image_to_image(pipe, made, calls=2)
 
 
 @pytest.mark.parametrize(
@@ -124,15 +127,15 @@ def test_references_are_exact_keys(
     def made(**options: Any) -> torch.Tensor:
         return run(**{**given, **options})
 
-    joint.check_all_keys(pipe, made)
-    joint.check_methods(pipe, made)
+    checks.check_all_keys(pipe, made)
+    checks.check_methods(pipe, made)
     if "strength" not in given:
-        joint.check_steps(pipe, made, layers=2, calls=2, counts=(4,))
+        checks.check_steps(pipe, made, layers=2, calls=2, counts=(4,))
     elfatt_sd.apply_patch(pipe, FEW)
     made()
     call = pipe.transformer.elfatt_patch._shared.latest
     assert call.given.grid == Grid.image(6, 4)
-    assert (call.given.before, call.given.sample.shape[1]) == (tiny.TEXT, 24 + references)
+    assert (call.given.before, call.given.sample.shape[1]) == (tiny_transformers.TEXT, 24 + references)
 
 
 def test_layers_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,16 +149,18 @@ def test_layers_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
         latents.append(given["latents"])
         return {}
 
-    draw = tiny.runner(pipe, **options, prompt="a", image=image(96, 64), layers=2, callback_on_step_end=keep)
+    draw = tiny_transformers.runner(
+        pipe, **options, prompt="a", image=image(96, 64), layers=2, callback_on_step_end=keep
+    )
 
     def run(**options: Any) -> torch.Tensor:
         draw(output_type="pt", **options)  # it cannot return latents
         return latents[-1]
 
-    joint.check_all_keys(pipe, run)
-    joint.check_methods(pipe, run)
-    joint.check_steps(pipe, run, layers=2, calls=2, counts=(4,))
-    joint.check_plan(pipe, 72, 2, **SIZE, frames=3)
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
+    checks.check_steps(pipe, run, layers=2, calls=2, counts=(4,))
+    checks.check_plan(pipe, 72, 2, **SIZE, frames=3)
     elfatt_sd.apply_patch(pipe, FEW)
     run()
     call = pipe.transformer.elfatt_patch._shared.latest
@@ -165,8 +170,8 @@ def test_layers_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def controlnet(**changes: Any) -> Any:
     config = {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 1, "attention_head_dim": 16}
-    config |= {"num_attention_heads": 2, "joint_attention_dim": tiny.WIDTH, "axes_dims_rope": (4, 6, 6)}
-    return tiny.transformer("QwenImageControlNetModel", **{**config, **changes})
+    config |= {"num_attention_heads": 2, "joint_attention_dim": tiny_transformers.WIDTH, "axes_dims_rope": (4, 6, 6)}
+    return tiny_transformers.transformer("QwenImageControlNetModel", **{**config, **changes})
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -180,12 +185,12 @@ def test_controlnets(monkeypatch: pytest.MonkeyPatch, several: bool) -> None:
         scale = {"controlnet_conditioning_scale": [1.0, 0.5]} if several else {}
         return run(**{"control_image": [control, control] if several else control, **scale, **options})
 
-    joint.check_all_keys(pipe, made)
-    joint.check_methods(pipe, made)
-    with elfatt_sd.patched(pipe, joint.HALF), recorded() as calls:
+    checks.check_all_keys(pipe, made)
+    checks.check_methods(pipe, made)
+    with elfatt_sd.patched(pipe, checks.HALF), recorded() as calls:
         made(num_inference_steps=4)
     assert sorted(calls.values()) == [2 * (1 + several), 4, 4]  # one call of the ControlNet for each of its images
-    joint.check_plan(pipe, 24, 3, **SIZE)
+    checks.check_plan(pipe, 24, 3, **SIZE)
 
 
 def test_a_controlnet_for_inpainting() -> None:
@@ -196,5 +201,5 @@ def test_a_controlnet_for_inpainting() -> None:
         with torch.no_grad():
             return torch.cat(net(**given, return_dict=False))
 
-    joint.check_all_keys(net, run)
-    joint.check_methods(net, run)
+    checks.check_all_keys(net, run)
+    checks.check_methods(net, run)

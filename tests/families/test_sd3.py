@@ -7,13 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import joint_checks as joint
 import pytest
-import tiny_flux
-import tiny_joint as tiny
-import tiny_pipelines
 import torch
-from checks import picture, recorded
+from support import checks, tiny_pipelines, tiny_transformers
+from support.checks import picture, recorded
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
@@ -30,20 +27,22 @@ _NET |= {"num_attention_heads": 2, "pooled_projection_dim": 8, "caption_projecti
 
 def controlnet(**changes: Any) -> Any:
     """A ControlNet of one block."""
-    return tiny.transformer("SD3ControlNetModel", **{**_NET, "joint_attention_dim": tiny.WIDTH, **changes})
+    return tiny_transformers.transformer(
+        "SD3ControlNetModel", **{**_NET, "joint_attention_dim": tiny_transformers.WIDTH, **changes}
+    )
 
 
-def other_pipeline(name: str, channels: int = 4, **parts: Any) -> tuple[Any, joint.Run]:
+def other_pipeline(name: str, channels: int = 4, **parts: Any) -> tuple[Any, checks.Run]:
     """Another pipeline with the same transformer, and a VAE."""
-    plain, run = tiny.sd3(in_channels=channels, out_channels=channels)
-    vae = diffusers.AutoencoderKL.from_config({**tiny_flux.vae().config, "latent_channels": channels}).eval()
+    plain, run = tiny_transformers.sd3(in_channels=channels, out_channels=channels)
+    vae = diffusers.AutoencoderKL.from_config({**tiny_transformers.vae().config, "latent_channels": channels}).eval()
     vae.register_to_config(shift_factor=0.1)
-    pipe = tiny.pipeline(name, plain.transformer, vae=vae, **parts)
-    return pipe, tiny.runner(pipe, **{**run.given, **SIZE})  # type: ignore[attr-defined]
+    pipe = tiny_transformers.pipeline(name, plain.transformer, vae=vae, **parts)
+    return pipe, tiny_transformers.runner(pipe, **{**run.given, **SIZE})  # type: ignore[attr-defined]
 
 
 def test_layers() -> None:
-    layers = find_layers(tiny.sd3()[0].transformer)
+    layers = find_layers(tiny_transformers.sd3()[0].transformer)
     names = ("transformer_blocks.0.attn", "transformer_blocks.0.attn2", "transformer_blocks.1.attn")
     assert [layer.name for layer in layers] == [*names]
     assert [layer.text for layer in layers] == [333, 0, 333]
@@ -51,18 +50,18 @@ def test_layers() -> None:
 
 def test_steps() -> None:
     """Guidance in one batch, and none."""
-    pipe, run = tiny.sd3()
-    joint.check_steps(pipe, run, layers=3, counts=(9,))
+    pipe, run = tiny_transformers.sd3()
+    checks.check_steps(pipe, run, layers=3, counts=(9,))
     rows: list[int] = []
     pipe.transformer.register_forward_hook(lambda *given: rows.append(len(given[-1][0])))
-    joint.check_steps(pipe, lambda **options: run(**options, guidance_scale=1.0), layers=3, counts=(4,))
+    checks.check_steps(pipe, lambda **options: run(**options, guidance_scale=1.0), layers=3, counts=(4,))
     assert set(rows) == {1}
 
 
 @pytest.mark.parametrize(("attention", "order"), [("softmax", "sequence"), ("elfatt", "windows"), ("block", "windows")])
 def test_merging(attention: Any, order: Any) -> None:
     """Its positions are absolute: image tokens are merged before each layer, text is not."""
-    pipe, run = tiny.sd3()
+    pipe, run = tiny_transformers.sd3()
     untouched = run()
     phase = Phase(1.0, attention, ratio=0.5, block_size=4, agents=4, block_order=order)
     with elfatt_sd.patched(pipe, PatchConfig("merging", (phase,))), recorded() as calls:
@@ -74,7 +73,7 @@ def test_merging(attention: Any, order: Any) -> None:
 
 
 def test_preset_that_merges() -> None:
-    pipe, run = tiny.sd3()
+    pipe, run = tiny_transformers.sd3()
     untouched = run()
     with elfatt_sd.patched(pipe, "tome"):
         assert not torch.equal(run(), untouched)
@@ -83,7 +82,7 @@ def test_preset_that_merges() -> None:
 @pytest.mark.parametrize(("attention", "ratio"), [("softmax", 0.25), ("softmax", 0.75), ("agent", 0.5)])
 def test_merged_tokens_weigh_beside_text_what_they_did(attention: Any, ratio: float) -> None:
     """Tokens that are all alike are merged into their like: nothing changes, for image and text."""
-    model = tiny.sd3()[0].transformer
+    model = tiny_transformers.sd3()[0].transformer
     model.pos_embed.pos_embed.zero_()
     given = family_of(model).arguments(model, Grid.image(6, 4), 2, torch.rand)
     given["hidden_states"] = torch.ones_like(given["hidden_states"])
@@ -98,7 +97,7 @@ def test_merged_tokens_weigh_beside_text_what_they_did(attention: Any, ratio: fl
 
 def test_text_sees_a_merged_token_as_often_as_those_that_it_stands_for() -> None:
     """Cells of four tokens that are alike; half of the tokens are merged into their like, in groups of one to four."""
-    model = tiny.sd3(num_layers=2)[0].transformer
+    model = tiny_transformers.sd3(num_layers=2)[0].transformer
     model.pos_embed.pos_embed.zero_()
     given = family_of(model).arguments(model, Grid.image(6, 4), 2, torch.rand)
     given["hidden_states"] = torch.rand(2, 4, 3, 2).repeat_interleave(4, 2).repeat_interleave(4, 3)
@@ -121,7 +120,7 @@ def test_text_sees_a_merged_token_as_often_as_those_that_it_stands_for() -> None
 @pytest.mark.parametrize("attention", ["softmax", "elfatt"])
 def test_what_merging_takes_is_measured_and_added(attention: Any) -> None:
     """The first of the steps that share a difference is exact; over the run, the error is smaller."""
-    pipe, run = tiny.sd3()
+    pipe, run = tiny_transformers.sd3()
     phase = Phase(1.0, attention, ratio=0.5, block_size=4, agents=4)
     shared = dataclasses.replace(phase, residual_steps=3)
     exact, found = {}, {}
@@ -144,7 +143,7 @@ def test_what_merging_takes_is_measured_and_added(attention: Any) -> None:
 
 def test_merging_compiles() -> None:
     """And what it takes is measured in compiled code."""
-    pipe, run = tiny.sd3()
+    pipe, run = tiny_transformers.sd3()
     phase = Phase(1.0, "elfatt", ratio=0.5, block_size=4, agents=4, block_order="windows", residual_steps=2)
     elfatt_sd.apply_patch(pipe, PatchConfig("merging", (phase,)))
     eager = run()
@@ -155,7 +154,7 @@ def test_merging_compiles() -> None:
 
 
 def test_agents_of_merged_tokens_are_refused() -> None:
-    pipe, _ = tiny.sd3()
+    pipe, _ = tiny_transformers.sd3()
     with pytest.raises(ElfattError, match="agent_source='merged' is not accepted for SD3Transformer2DModel"):
         elfatt_sd.apply_patch(pipe, PatchConfig("own", (Phase(1.0, "agent", agent_source="merged"),)))
     assert not elfatt_sd.is_patched(pipe)
@@ -164,17 +163,17 @@ def test_agents_of_merged_tokens_are_refused() -> None:
 @pytest.mark.parametrize("residual_steps", [1, 3])
 def test_skip_layer_guidance(residual_steps: int) -> None:
     """A second call of some steps leaves a block out, the last one as well: that is no missed layer."""
-    pipe, run = tiny.sd3()
+    pipe, run = tiny_transformers.sd3()
     skips = {"num_inference_steps": 6, "skip_guidance_layers": [0], "skip_layer_guidance_start": 0.2}
     untouched = run(**skips, skip_layer_guidance_stop=1.0)
     assert not torch.equal(untouched, run(num_inference_steps=6))
-    phase = Phase(1.0, "cell_spread", block_size=tiny.TEXT * 100, residual_steps=residual_steps)
+    phase = Phase(1.0, "cell_spread", block_size=tiny_transformers.TEXT * 100, residual_steps=residual_steps)
     with elfatt_sd.patched(pipe, PatchConfig("all", (phase,))), recorded() as calls:
         found = run(**skips, skip_layer_guidance_stop=1.0)
     torch.testing.assert_close(found, untouched, atol=1e-5, rtol=1e-4)
     per_layer = sorted(calls.values())
     assert per_layer == ([6, 6, 6 + 4] if residual_steps == 1 else per_layer)
-    with elfatt_sd.patched(pipe, joint.HALF), recorded() as calls:
+    with elfatt_sd.patched(pipe, checks.HALF), recorded() as calls:
         run(**skips, skip_layer_guidance_stop=0.5)
     assert sorted(calls.values()) == [3, 3, 3 + 1]
 
@@ -190,7 +189,7 @@ def test_image_to_image(tmp_path: Path, name: str) -> None:
     def made(**options: Any) -> torch.Tensor:
         return run(**{**given, "num_inference_steps": 8, **options})
 
-    joint.check_image_to_image(pipe, made)
+    checks.check_image_to_image(pipe, made)
 
 
 @pytest.mark.parametrize("changes", [{}, {"dual_attention_layers": (0,)}, {"extra_conditioning_channels": 0}])
@@ -204,13 +203,13 @@ def test_controlnets(changes: dict[str, Any]) -> None:
         torch.manual_seed(0)  # the pipeline samples the control image's latent from it
         return run(**{"control_image": picture(**SIZE), **options})
 
-    joint.check_all_keys(pipe, made)
+    checks.check_all_keys(pipe, made)
     with elfatt_sd.patched(pipe, PatchConfig("merged", (HALF_MERGED,))), recorded() as calls:
         assert torch.isfinite(made()).all()
     assert len(calls) == layers
-    joint.check_methods(pipe, made)
-    joint.check_steps(pipe, made, layers, counts=(4,))
-    joint.check_plan(pipe, 24, layers, **SIZE)
+    checks.check_methods(pipe, made)
+    checks.check_steps(pipe, made, layers, counts=(4,))
+    checks.check_plan(pipe, 24, layers, **SIZE)
 
 
 def test_several_controlnets() -> None:
@@ -222,8 +221,8 @@ def test_several_controlnets() -> None:
         images = {"control_image": [picture(**SIZE)] * 2, "controlnet_conditioning_scale": [1.0, 0.5]}
         return run(**{**images, **options})
 
-    joint.check_all_keys(pipe, made)
-    joint.check_steps(pipe, made, layers=5, counts=(4,))
+    checks.check_all_keys(pipe, made)
+    checks.check_steps(pipe, made, layers=5, counts=(4,))
 
 
 def test_a_controlnet_without_text() -> None:
@@ -237,16 +236,16 @@ def test_a_controlnet_without_text() -> None:
         with torch.no_grad():
             return torch.cat(net(**given, return_dict=False)[0])
 
-    joint.check_all_keys(net, run)
-    joint.check_methods(net, run)
+    checks.check_all_keys(net, run)
+    checks.check_methods(net, run)
 
 
 def test_fused_projections() -> None:
     """Of 3 and 3.5 large; diffusers itself cannot call a second attention with those."""
-    pipe, run = tiny.sd3(dual_attention_layers=())
+    pipe, run = tiny_transformers.sd3(dual_attention_layers=())
     pipe.transformer.fuse_qkv_projections()
-    joint.check_all_keys(pipe, run)
-    joint.check_methods(pipe, run)
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
 
 
 def test_perturbed_attention_guidance() -> None:

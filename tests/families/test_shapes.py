@@ -7,9 +7,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
 import torch
 from diffusers.models.attention_processor import Attention
+from support import tiny_pipelines as tiny
 from torch import nn
 
 import elfatt_sd

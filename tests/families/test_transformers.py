@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 
 import accelerate
 import diffusers
-import joint_checks as joint
 import pytest
-import tiny_flux
-import tiny_joint as tiny
-import tiny_transformers
 import torch
-from checks import recorded
 from peft import LoraConfig, get_peft_model
+from support import checks, tiny_transformers
+from support.checks import recorded
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -27,27 +24,29 @@ from elfatt_sd.families import family_of, find_denoisers
 from elfatt_sd.methods import Grid
 
 
-def flux() -> tuple[Any, joint.Run]:
-    pipe = tiny.pipeline("FluxPipeline", tiny_transformers.flux_transformer())
-    return pipe, tiny.runner(pipe, prompt_embeds=TEXT, pooled_prompt_embeds=torch.zeros(1, 32), height=96, width=64)
+def flux() -> tuple[Any, checks.Run]:
+    pipe = tiny_transformers.pipeline("FluxPipeline", tiny_transformers.flux_transformer())
+    return pipe, tiny_transformers.runner(
+        pipe, prompt_embeds=TEXT, pooled_prompt_embeds=torch.zeros(1, 32), height=96, width=64
+    )
 
 
-def chroma() -> tuple[Any, joint.Run]:
-    pipe = tiny.pipeline("ChromaPipeline", tiny_flux.chroma_transformer())
+def chroma() -> tuple[Any, checks.Run]:
+    pipe = tiny_transformers.pipeline("ChromaPipeline", tiny_transformers.chroma_transformer())
     given = {"prompt_embeds": TEXT, "prompt_attention_mask": torch.ones(TEXT.shape[:2])}
     given |= {f"negative_{name}": tensor for name, tensor in given.items()}
-    return pipe, tiny.runner(pipe, height=96, width=64, **given)
+    return pipe, tiny_transformers.runner(pipe, height=96, width=64, **given)
 
 
-def flux2() -> tuple[Any, joint.Run]:
-    pipe = tiny_flux.flux2()
-    return pipe, tiny.runner(pipe, prompt_embeds=TEXT, height=24, width=16)
+def flux2() -> tuple[Any, checks.Run]:
+    pipe = tiny_transformers.flux2()
+    return pipe, tiny_transformers.runner(pipe, prompt_embeds=TEXT, height=24, width=16)
 
 
 class Case(NamedTuple):
     """A family: how it is made, its pipeline, its layers' tokens, and calls of its transformer in a step."""
 
-    make: Callable[..., tuple[Any, joint.Run]]
+    make: Callable[..., tuple[Any, checks.Run]]
     pipeline: str
     tokens: int
     size: dict[str, int]
@@ -56,20 +55,20 @@ class Case(NamedTuple):
 
 
 FEW = PatchConfig("few", (Phase(1.0, "cell_spread", block_size=8),))
-TEXT = tiny.embeds(width=8)
+TEXT = tiny_transformers.embeds(width=8)
 IMAGE, VIDEO = {"height": 96, "width": 64}, {"height": 96, "width": 64, "frames": 9}
 CASES = {
-    "Stable Diffusion 3": Case(tiny.sd3, "StableDiffusion3Pipeline", 24, IMAGE, layers=3),
-    "Qwen-Image": Case(tiny.qwen_image, "QwenImagePipeline", 24, IMAGE, calls=2),
+    "Stable Diffusion 3": Case(tiny_transformers.sd3, "StableDiffusion3Pipeline", 24, IMAGE, layers=3),
+    "Qwen-Image": Case(tiny_transformers.qwen_image, "QwenImagePipeline", 24, IMAGE, calls=2),
     "Flux.1": Case(flux, "FluxPipeline", 24, IMAGE),
     "Chroma": Case(chroma, "ChromaPipeline", 24, IMAGE, calls=2),
     "Flux.2": Case(flux2, "Flux2Pipeline", 24, {"height": 24, "width": 16}),
-    "Z-Image": Case(tiny.z_image, "ZImagePipeline", 24, IMAGE),
-    "Wan": Case(tiny.wan, "WanPipeline", 72, VIDEO, calls=2),
-    "LTX-Video": Case(tiny.ltx_video, "LTXPipeline", 72, {"height": 192, "width": 128, "frames": 17}),
-    "HunyuanVideo": Case(tiny.hunyuan_video, "HunyuanVideoPipeline", 72, VIDEO),
-    "HunyuanVideo 1.5": Case(tiny.hunyuan_video_15, "HunyuanVideo15Pipeline", 72, VIDEO, calls=2),
-    "CogVideoX": Case(tiny.cogvideox, "CogVideoXPipeline", 72, VIDEO),
+    "Z-Image": Case(tiny_transformers.z_image, "ZImagePipeline", 24, IMAGE),
+    "Wan": Case(tiny_transformers.wan, "WanPipeline", 72, VIDEO, calls=2),
+    "LTX-Video": Case(tiny_transformers.ltx_video, "LTXPipeline", 72, {"height": 192, "width": 128, "frames": 17}),
+    "HunyuanVideo": Case(tiny_transformers.hunyuan_video, "HunyuanVideoPipeline", 72, VIDEO),
+    "HunyuanVideo 1.5": Case(tiny_transformers.hunyuan_video_15, "HunyuanVideo15Pipeline", 72, VIDEO, calls=2),
+    "CogVideoX": Case(tiny_transformers.cogvideox, "CogVideoXPipeline", 72, VIDEO),
 }
 
 
@@ -82,20 +81,20 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def test_all_keys_are_the_original(case: Case) -> None:
-    joint.check_all_keys(*case.make())
+    checks.check_all_keys(*case.make())
 
 
 def test_methods_and_removal(case: Case) -> None:
-    joint.check_methods(*case.make())
+    checks.check_methods(*case.make())
 
 
 def test_steps(case: Case) -> None:
     pipe, run = case.make()
-    joint.check_steps(pipe, run, case.layers, case.calls, counts=(1, 4, 28, 50))
+    checks.check_steps(pipe, run, case.layers, case.calls, counts=(1, 4, 28, 50))
 
 
 def test_texts_of_another_length(case: Case) -> None:
-    joint.check_texts(*case.make())
+    checks.check_texts(*case.make())
 
 
 @pytest.mark.parametrize("size", [{}, {"height": 32, "width": 32}], ids=["usual", "smallest"])
@@ -115,10 +114,10 @@ def test_plan(case: Case) -> None:
     pipe, _ = case.make()
     reads = {"HunyuanVideo15Pipeline"} | (set() if hasattr(diffusers, "WanPipeline") else {"HunyuanVideoPipeline"})
     counted = case.pipeline not in reads
-    joint.check_plan(pipe, case.tokens, case.layers, counted=counted, **case.size)
+    checks.check_plan(pipe, case.tokens, case.layers, counted=counted, **case.size)
 
 
-def a_call(pipe: Any, run: joint.Run) -> Callable[[Any], torch.Tensor]:
+def a_call(pipe: Any, run: checks.Run) -> Callable[[Any], torch.Tensor]:
     """Return what calls a module, or its `forward`, as a pipeline calls its transformer."""
     given: list[Any] = []
     hook = pipe.transformer.register_forward_pre_hook(lambda *call: given.append(call[1:]), with_kwargs=True)
@@ -200,17 +199,17 @@ def test_a_compiled_forward_is_said_to_be_exact() -> None:
 
 def test_autotune(case: Case) -> None:
     pipe, run = case.make()
-    joint.check_autotune(pipe, run, **case.size)
+    checks.check_autotune(pipe, run, **case.size)
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
 def test_wan_goes_on_in_a_second_transformer() -> None:
-    pipe, run = tiny.wan(second=True)
+    pipe, run = tiny_transformers.wan(second=True)
     assert list(find_denoisers(pipe)) == ["transformer", "transformer_2"]
-    joint.check_all_keys(pipe, run)
-    joint.check_methods(pipe, run)
-    joint.check_steps(pipe, run, layers=2, calls=2, counts=(4, 28))
-    single, both = (elfatt_sd.plan(each, "elfatt-fast", **VIDEO) for each in (tiny.wan()[0], pipe))
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
+    checks.check_steps(pipe, run, layers=2, calls=2, counts=(4, 28))
+    single, both = (elfatt_sd.plan(each, "elfatt-fast", **VIDEO) for each in (tiny_transformers.wan()[0], pipe))
     assert len(both.layers) == 2 * len(single.layers)
     assert both.multiply_adds_before == single.multiply_adds_before, "a step calls one of them"
     assert (both.call.before, both.call.after) == (single.call.before, single.call.after)
@@ -223,18 +222,18 @@ def test_wan_goes_on_in_a_second_transformer() -> None:
 
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
 def test_wan_with_its_second_transformer_alone() -> None:
-    both, run = tiny.wan(second=True)
-    pipe = tiny.pipeline("WanPipeline", None, both.transformer_2, boundary_ratio=1.01)
+    both, run = tiny_transformers.wan(second=True)
+    pipe = tiny_transformers.pipeline("WanPipeline", None, both.transformer_2, boundary_ratio=1.01)
     assert list(find_denoisers(pipe)) == ["transformer_2"]
-    run = tiny.runner(pipe, **run.given)  # type: ignore[attr-defined]
-    joint.check_methods(pipe, run)
-    joint.check_steps(pipe, run, layers=2, calls=2, counts=(4,))
+    run = tiny_transformers.runner(pipe, **run.given)  # type: ignore[attr-defined]
+    checks.check_methods(pipe, run)
+    checks.check_steps(pipe, run, layers=2, calls=2, counts=(4,))
     assert {layer.denoiser for layer in elfatt_sd.plan(pipe, "elfatt-fast", **VIDEO).layers} == {"transformer_2"}
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
 def test_a_second_transformer_that_is_not_known_is_refused() -> None:
-    pipe, _ = tiny.wan(second=True)
+    pipe, _ = tiny_transformers.wan(second=True)
     pipe.transformer_2 = torch.nn.Linear(1, 1)
     before = dict(pipe.transformer.attn_processors)
     with pytest.raises(elfatt_sd.ElfattError, match="Linear cannot be patched"):
@@ -245,10 +244,10 @@ def test_a_second_transformer_that_is_not_known_is_refused() -> None:
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
 def test_wan_with_a_timestep_for_each_token() -> None:
     """TI2V-5B: tokens of a given first frame have timestep 0."""
-    pipe, run = tiny.wan()
+    pipe, run = tiny_transformers.wan()
     pipe.register_to_config(expand_timesteps=True)
-    joint.check_all_keys(pipe, run)
-    joint.check_steps(pipe, run, layers=2, calls=2, counts=(4,))
+    checks.check_all_keys(pipe, run)
+    checks.check_steps(pipe, run, layers=2, calls=2, counts=(4,))
 
 
 @pytest.mark.skipif(
@@ -257,7 +256,7 @@ def test_wan_with_a_timestep_for_each_token() -> None:
 )
 def test_hunyuan_video_15_with_padded_text() -> None:
     """A call of the model alone: text of two encoders and of an image; its padding is moved to one end."""
-    model = tiny.hunyuan_video_15()[0].transformer
+    model = tiny_transformers.hunyuan_video_15()[0].transformer
     family = family_of(model)
     generator = torch.Generator().manual_seed(0)
     given = family.arguments(model, Grid(3, 6, 4), 1, lambda *size: torch.rand(size, generator=generator))
@@ -269,5 +268,5 @@ def test_hunyuan_video_15_with_padded_text() -> None:
             made: torch.Tensor = model(**given, return_dict=False)[0]
         return made
 
-    joint.check_all_keys(model, run)
-    joint.check_methods(model, run)
+    checks.check_all_keys(model, run)
+    checks.check_methods(model, run)

@@ -6,9 +6,9 @@ from typing import Any
 
 import diffusers
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import recorded
+from support import tiny_pipelines as tiny
+from support.checks import recorded
 from torch import nn
 
 import elfatt_sd

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
-import joint_checks as joint
 import pytest
-import tiny_flux
-import tiny_joint as tiny
 import torch
-from checks import generator, picture, recorded
+from support import checks, tiny_transformers
+from support.checks import generator, picture, recorded
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -26,16 +24,16 @@ STRENGTH: dict[str, Any] = {"image": picture(**SIZE), "strength": 0.5, "num_infe
 MASK = {"mask_image": (torch.arange(16) < 6).float().expand(1, 1, 24, 16)}
 
 
-def other_pipeline(name: str, **parts: Any) -> tuple[Any, joint.Run]:
+def other_pipeline(name: str, **parts: Any) -> tuple[Any, checks.Run]:
     """Another pipeline with the same transformer, and a VAE."""
-    plain, run = tiny.z_image()
-    pipe = tiny.pipeline(name, plain.transformer, vae=tiny_flux.vae(), **parts)
-    return pipe, tiny.runner(pipe, **{**run.given, **SIZE})  # type: ignore[attr-defined]
+    plain, run = tiny_transformers.z_image()
+    pipe = tiny_transformers.pipeline(name, plain.transformer, vae=tiny_transformers.vae(), **parts)
+    return pipe, tiny_transformers.runner(pipe, **{**run.given, **SIZE})  # type: ignore[attr-defined]
 
 
 def test_layers() -> None:
     """Refiners of noise and text stay exact."""
-    assert [layer.name for layer in find_layers(tiny.z_image()[0].transformer)] == [
+    assert [layer.name for layer in find_layers(tiny_transformers.z_image()[0].transformer)] == [
         "layers.0.attention",
         "layers.1.attention",
     ]
@@ -44,15 +42,15 @@ def test_layers() -> None:
 @pytest.mark.parametrize("size", [(96, 64), (128, 64), (144, 80)])
 def test_without_guidance(size: tuple[int, int]) -> None:
     """As the turbo model runs; the image has 24, 32 or 45 tokens, and is padded to 32 or 64."""
-    pipe, run = tiny.z_image(guidance_scale=0.0, height=size[0], width=size[1])
-    joint.check_all_keys(pipe, run)
-    joint.check_methods(pipe, run)
-    joint.check_steps(pipe, run, layers=2, counts=(4, 9))
+    pipe, run = tiny_transformers.z_image(guidance_scale=0.0, height=size[0], width=size[1])
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
+    checks.check_steps(pipe, run, layers=2, counts=(4, 9))
 
 
 def test_guidance_shares_a_difference() -> None:
     """The rows with the prompt come first here; the others measure the difference, and keep it for both."""
-    pipe, run = tiny.z_image()
+    pipe, run = tiny_transformers.z_image()
     found: list[tuple[torch.Tensor, ...]] = []
     pipe.transformer.register_forward_hook(lambda module, given, output: found.append(output[0]))
     shared = PatchConfig("shared", (Phase(1.0, "sampled", keys=8, residual_steps=2),))
@@ -74,11 +72,11 @@ def test_guidance_shares_a_difference() -> None:
 
 def test_texts_of_different_lengths() -> None:
     """Rows that are longer than others are masked in these."""
-    texts = {"prompt_embeds": [tiny.embeds()[0], tiny.embeds(2, 40)[0]]}
-    texts["negative_prompt_embeds"] = [tiny.embeds(1, 70)[0], tiny.embeds(1)[0]]
-    pipe, run = tiny.z_image(**texts)
-    joint.check_all_keys(pipe, run)
-    joint.check_methods(pipe, run)
+    texts = {"prompt_embeds": [tiny_transformers.embeds()[0], tiny_transformers.embeds(2, 40)[0]]}
+    texts["negative_prompt_embeds"] = [tiny_transformers.embeds(1, 70)[0], tiny_transformers.embeds(1)[0]]
+    pipe, run = tiny_transformers.z_image(**texts)
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
     alone = {name: [text[1]] for name, text in texts.items()}
     latents = torch.randn(2, 4, 12, 8, generator=generator())
     phase = Phase(1.0, "cell_spread", block_size=8)
@@ -88,25 +86,25 @@ def test_texts_of_different_lengths() -> None:
 
 
 def test_several_images_of_a_text() -> None:
-    pipe, run = tiny.z_image(num_images_per_prompt=2)
-    joint.check_all_keys(pipe, run)
-    joint.check_steps(pipe, run, layers=2, counts=(4,))
+    pipe, run = tiny_transformers.z_image(num_images_per_prompt=2)
+    checks.check_all_keys(pipe, run)
+    checks.check_steps(pipe, run, layers=2, counts=(4,))
 
 
 @pytest.mark.parametrize("residual_steps", [1, 3])
 def test_guidance_that_ends_early(residual_steps: int) -> None:
     """Later calls have one row in place of two: what the others kept is not for them."""
-    pipe, run = tiny.z_image(cfg_truncation=0.4)
+    pipe, run = tiny_transformers.z_image(cfg_truncation=0.4)
     untouched = run(num_inference_steps=8)
     rows: list[int] = []
     handle = pipe.transformer.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    phase = Phase(1.0, "cell_spread", block_size=joint.MANY, residual_steps=residual_steps)
+    phase = Phase(1.0, "cell_spread", block_size=checks.MANY, residual_steps=residual_steps)
     with elfatt_sd.patched(pipe, PatchConfig("all", (phase,))):
         found = run(num_inference_steps=8)
     handle.remove()
     assert sorted(set(rows)) == [1, 2]
     torch.testing.assert_close(found, untouched, atol=1e-5, rtol=1e-4)
-    joint.check_steps(pipe, run, layers=2, counts=(4, 28))
+    checks.check_steps(pipe, run, layers=2, counts=(4, 28))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +117,7 @@ def test_image_to_image(name: str, given: dict[str, Any]) -> None:
         torch.manual_seed(0)
         return run(**{**given, **options})
 
-    joint.check_image_to_image(pipe, made)
+    checks.check_image_to_image(pipe, made)
 
 
 @pytest.mark.parametrize("kind", [None, "control_layers", "control_noise_refiner"])
@@ -127,7 +125,7 @@ def test_controlnets(kind: Any) -> None:
     """Its layers over image and text; those that refine the image with the same layers call them twice."""
     config = {"control_layers_places": [0, 1], "control_refiner_layers_places": [0], "control_in_dim": 4}
     config |= {"dim": 32, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
-    net = tiny.transformer("ZImageControlNetModel", **config, add_control_noise_refiner=kind)
+    net = tiny_transformers.transformer("ZImageControlNetModel", **config, add_control_noise_refiner=kind)
     pipe, run = other_pipeline("ZImageControlNetPipeline", controlnet=net)
     assert list(find_denoisers(pipe)) == ["transformer", "controlnet"]
     assert [layer.name for layer in find_layers(net)] == ["control_layers.0.attention", "control_layers.1.attention"]
@@ -135,19 +133,21 @@ def test_controlnets(kind: Any) -> None:
     def made(**options: Any) -> torch.Tensor:
         return run(**{"control_image": picture(**SIZE), **options})
 
-    joint.check_all_keys(pipe, made)
-    joint.check_methods(pipe, made)
+    checks.check_all_keys(pipe, made)
+    checks.check_methods(pipe, made)
     each = 2 if kind == "control_layers" else 1
-    with elfatt_sd.patched(pipe, joint.HALF), recorded() as calls:
+    with elfatt_sd.patched(pipe, checks.HALF), recorded() as calls:
         made(num_inference_steps=4)
     assert sorted(calls.values()) == sorted([2, 2, 2 * each, 2 * each])
-    joint.check_plan(pipe, 24, 4, counted=False, **SIZE)  # the ControlNet reads which tokens are padding
+    checks.check_plan(pipe, 24, 4, counted=False, **SIZE)  # the ControlNet reads which tokens are padding
 
 
 def several(model: Any, lengths: tuple[int, int]) -> dict[str, Any]:
     """Two rows: a text for an image that is given, and one for an image to be made."""
     rows = [[torch.rand(4, 1, 8, 6), torch.rand(4, 1, 12, 8)] for _ in lengths]
-    texts = [[torch.rand(5, tiny.WIDTH), torch.rand(length, tiny.WIDTH)] for length in lengths]
+    texts = [
+        [torch.rand(5, tiny_transformers.WIDTH), torch.rand(length, tiny_transformers.WIDTH)] for length in lengths
+    ]
     noise = {"image_noise_mask": [[0, 1]] * 2, "siglip_feats": [None] * 2}
     return {"x": rows, "t": torch.tensor([0.3, 0.3]), "cap_feats": texts, **noise, "return_dict": False}
 
@@ -155,7 +155,7 @@ def several(model: Any, lengths: tuple[int, int]) -> dict[str, Any]:
 @pytest.mark.parametrize("encoded", [False, True])
 def test_rows_of_several_images(encoded: bool) -> None:
     """Omni: the image to be made is approximated, the ones before it are exact keys."""
-    model = tiny.z_image(config={"siglip_feat_dim": 6})[0].transformer
+    model = tiny_transformers.z_image(config={"siglip_feat_dim": 6})[0].transformer
     given = several(model, (7, 20))
     if encoded:
         given["siglip_feats"] = [[torch.rand(3, 2, 6), None]] * 2
@@ -164,15 +164,15 @@ def test_rows_of_several_images(encoded: bool) -> None:
         with torch.no_grad():
             return torch.stack(list(model(**given)[0]))
 
-    joint.check_all_keys(model, run)
-    joint.check_methods(model, run)
+    checks.check_all_keys(model, run)
+    checks.check_methods(model, run)
     call = family_of(model).call(model, (), given)
     assert (call.grid, call.before) == (Grid.image(6, 4), 32 + 32 + 32)
 
 
 @pytest.mark.parametrize("what", ["rows of other lengths", "images of other sizes"])
 def test_rows_without_a_common_grid_are_exact(what: str) -> None:
-    model = tiny.z_image()[0].transformer
+    model = tiny_transformers.z_image()[0].transformer
     given = several(model, (7, 40))
     if what == "images of other sizes":
         given = family_of(model).arguments(model, Grid.image(6, 4), 2, torch.rand)

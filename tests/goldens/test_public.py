@@ -11,7 +11,7 @@ from typing import Any, get_args, is_typeddict
 
 import pytest
 import typer
-from cli_checks import ROOT, call
+from support.commands import ROOT, call
 from syrupy.assertion import SnapshotAssertion
 from typer import rich_utils
 

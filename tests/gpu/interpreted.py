@@ -12,10 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import checks
-import tiny_pipelines
-import tiny_transformers
 import torch
+from support import checks, tiny_pipelines, tiny_transformers
 from torch import Tensor
 
 from elfatt_sd.attention import joint, merging

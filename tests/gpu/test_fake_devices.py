@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import tiny_joint
-import tiny_pipelines as tiny
-import tiny_pixart
-import tiny_transformers
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
-from checks import recorded
-from fake import GPU, OTHER, STEPS, Machine, fake_machine
+from support import tiny_pipelines as tiny
+from support import tiny_transformers
+from support.checks import recorded
+from support.kernels import GPU, OTHER, STEPS, Machine, fake_machine
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
@@ -58,14 +56,14 @@ JOINT = {
     "elfatt": Phase(1.0, "elfatt", block_size=8, agents=4, block_order="curve"),
 }
 FAMILIES = {
-    "Stable Diffusion 3": tiny_joint.sd3,
-    "Qwen-Image": tiny_joint.qwen_image,
-    "Z-Image": tiny_joint.z_image,
-    "Wan": tiny_joint.wan,
-    "LTX-Video": tiny_joint.ltx_video,
-    "HunyuanVideo": tiny_joint.hunyuan_video,
-    "CogVideoX": tiny_joint.cogvideox,
-    "PixArt": lambda: (tiny_pixart.transformer(), None),
+    "Stable Diffusion 3": tiny_transformers.sd3,
+    "Qwen-Image": tiny_transformers.qwen_image,
+    "Z-Image": tiny_transformers.z_image,
+    "Wan": tiny_transformers.wan,
+    "LTX-Video": tiny_transformers.ltx_video,
+    "HunyuanVideo": tiny_transformers.hunyuan_video,
+    "CogVideoX": tiny_transformers.cogvideox,
+    "PixArt": lambda: (tiny_transformers.pixart_transformer(), None),
     "Flux": lambda: (tiny_transformers.flux_transformer(), None),
 }
 RUN_SETTINGS: list[dict[str, Any]] = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import with_effect
+from support import tiny_pipelines as tiny
+from support.checks import with_effect
 
 import elfatt_sd
 from elfatt_sd import ElfattError

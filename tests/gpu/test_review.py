@@ -8,10 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import torch
-from checks import generator
-from fake import GPU, Machine, fake_machine
+from support import tiny_pipelines as tiny
+from support.checks import generator
+from support.kernels import GPU, Machine, fake_machine
 from torch.nn import functional
 
 import elfatt_sd

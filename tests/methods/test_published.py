@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import tomesd
 import torch
+from support import tiny_pipelines as tiny
 
 import elfatt_sd
 from elfatt_sd.methods import Draws

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import Work
+from support.checks import Work
 from torch import Tensor
 
 from elfatt_sd.attention import softmax as attention

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import torch
+from support import tiny_pipelines as tiny
 
 from elfatt_sd.config import METHODS
 from elfatt_sd.errors import ElfattError

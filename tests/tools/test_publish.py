@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-import fake_run
 import pytest
+from support import runs
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report import charts, load_results, plots, write_report, written_tables
@@ -35,7 +35,7 @@ after
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    fake_run.build_run(folder, images=2, size=32)
+    runs.build_run(folder, images=2, size=32)
     return folder
 
 
@@ -67,7 +67,7 @@ def two_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_plots")
 def test_what_is_published_is_of_one_piece(tmp_path: Path) -> None:
     """The results changed after the report was written, and a plot has nothing to show any more."""
-    results = fake_run.build_run(tmp_path / "run", images=2, size=32)
+    results = runs.build_run(tmp_path / "run", images=2, size=32)
     write_report(load_results(tmp_path / "run"))
     target = publish(load_results(tmp_path / "run"), tmp_path / "results")
     (target / "README.md").write_text("by hand")
@@ -75,7 +75,7 @@ def test_what_is_published_is_of_one_piece(tmp_path: Path) -> None:
     for row in results["rows"]:
         row["memory"] = None
     results["rows"][2]["label"] = "Renamed"
-    fake_run.save(tmp_path / "run", results)
+    runs.save(tmp_path / "run", results)
     assert publish(load_results(tmp_path / "run"), tmp_path / "results", page=False) == target
     left = {path.name for path in target.iterdir()}
     assert "memory.png" not in left and "index.html" not in left

@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from diffusers import FluxPipeline
-from recipe_checks import check_killed_run, check_same
 from safetensors.torch import load_file
+from support.checks import check_killed_run, check_same
 
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASS_PROMPTS
 from tools.toy import quality, training

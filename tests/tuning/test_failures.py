@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import checks
-import cli_checks
 import pytest
-import tiny_pipelines as tiny
 import torch
+from support import checks, commands
+from support import tiny_pipelines as tiny
 
 import elfatt_sd
 from elfatt_sd import methods
@@ -215,7 +214,7 @@ def test_closer_than_equal_is_refused(pipe: Any, asked: dict[str, Any], given: d
 def test_what_is_no_image_is_not_compared(
     folder: Path, asked: dict[str, Any], drawn: list[Any], value: float, says: str
 ) -> None:
-    broken = cli_checks.break_decoder(tiny.sd15(folder), value)
+    broken = commands.break_decoder(tiny.sd15(folder), value)
     with pytest.raises(ElfattError, match=f"the image of 'a cat', seed 0, {says}"):
         tune(broken, closeness=30, **asked)
     assert drawn == [None]

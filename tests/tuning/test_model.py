@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-import tiny_pipelines as tiny
+from support import tiny_pipelines as tiny
 
 from elfatt_sd.phases import DENSE, Phase
 from elfatt_sd.tuning.model import Model

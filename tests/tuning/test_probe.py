@@ -9,11 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import checks
 import pytest
-import tiny_joint
-import tiny_pipelines as tiny
 import torch
+from support import checks, tiny_transformers
+from support import tiny_pipelines as tiny
 from torch.nn import functional
 
 from elfatt_sd import methods
@@ -31,7 +30,7 @@ BOTH = torch.cat([WITHOUT, GIVEN])
 
 @pytest.mark.parametrize("family", ["sd3", "qwen_image", "z_image", "wan", "ltx_video", "hunyuan_video", "cogvideox"])
 def test_a_probed_run_is_untouched(family: str) -> None:
-    pipe, run = getattr(tiny_joint, family)()
+    pipe, run = getattr(tiny_transformers, family)()
     untouched = run()
     with Probe(pipe, stretches_of(3, 1), effects=100) as probe:
         assert torch.equal(run(), untouched)
@@ -256,7 +255,7 @@ def test_what_is_kept_is_bounded(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_calls_of_a_step_keep_differences_of_their_own() -> None:
     """Wan is called with the prompt and without: what a step keeps for a later one is of the same call."""
-    pipe, run = tiny_joint.wan()
+    pipe, run = tiny_transformers.wan()
     kept = {}
     for guidance in (1.0, 5.0):
         with Probe(pipe, stretches_of(4, 1)) as probe:

@@ -9,14 +9,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import checks
 import diffusers
 import pytest
-import tiny_flux
-import tiny_pipelines as tiny
-import tiny_pixart
-import tiny_transformers
 import torch
+from support import checks, tiny_transformers
+from support import tiny_pipelines as tiny
 
 import elfatt_sd
 from elfatt_sd import errors as optional
@@ -292,7 +289,7 @@ def test_memory_rules_out_what_steps_share(pipe: Any, asked: dict[str, Any]) -> 
     assert tune(pipe, closeness=30, memory=0.001, **asked).proof is None
 
 
-@pytest.mark.parametrize("make", [tiny_transformers.flux, tiny_pixart.pixart])
+@pytest.mark.parametrize("make", [tiny_transformers.flux, tiny_transformers.pixart])
 def test_transformers(make: Any, folder: Path, asked: dict[str, Any]) -> None:
     pipe = make(folder)
     pipe.set_progress_bar_config(disable=True)
@@ -362,7 +359,7 @@ def test_it_tunes_together_with_another_accelerator(
     if name == "taylorseer" and not hasattr(diffusers, "TaylorSeerCacheConfig"):
         pytest.skip("this diffusers has no such cache")
     cached = name == "deepcache"
-    pipe = request.getfixturevalue("pipe") if cached else tiny_transformers.flux(folder, vae=tiny_flux.vae())
+    pipe = request.getfixturevalue("pipe") if cached else tiny_transformers.flux(folder, vae=tiny_transformers.vae())
     size = {} if cached else {"height": 128, "width": 128}
     with peers.running(pipe, name, settings):
         run = checks.runner(pipe, num_inference_steps=4, **size)

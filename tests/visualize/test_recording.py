@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import tiny_joint
-import tiny_pipelines as tiny
-import tiny_transformers
 import torch
-from checks import runner
+from support import tiny_pipelines as tiny
+from support import tiny_transformers
+from support.checks import runner
 
 import elfatt_sd
 from elfatt_sd.attention.softmax import softmax_attention
@@ -129,7 +128,7 @@ def test_layers_that_join_text_are_shown(kind: str, folder: Path) -> None:
         pipe = tiny_transformers.flux(folder)
         run = runner(pipe, height=64, width=64)
     else:
-        pipe, run = getattr(tiny_joint, kind)()
+        pipe, run = getattr(tiny_transformers, kind)()
     elfatt_sd.remove_patch(pipe)
     looks = look(pipe, PatchConfig("own", (Phase(1.0, "sampled", keys=4),)), run)
     text = kind != "wan"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draws import normal
+from support.runs import normal
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_pipelines as tiny
 import torch
+from support import tiny_pipelines as tiny
 from torch import nn
 
 

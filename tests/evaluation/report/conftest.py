@@ -3,8 +3,7 @@
 import copy
 
 import pytest
-from fake_run import build_run, build_sweep
-from report_pages import Page
+from support.runs import Page, build_run, build_sweep
 
 from elfatt_sd.evaluation.report import charts, load_results, plots, write_report
 from elfatt_sd.evaluation.report.charts import Palette

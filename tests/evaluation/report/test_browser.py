@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from fake_run import FAILED, build_run, build_sweep
+from support.runs import FAILED, build_run, build_sweep
 
 from elfatt_sd.evaluation.report import load_results, write_report
 

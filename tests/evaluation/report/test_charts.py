@@ -5,7 +5,7 @@ import io
 import re
 
 from PIL import Image
-from report_pages import lowest_psnr
+from support.runs import lowest_psnr
 
 from elfatt_sd.evaluation.report import charts
 from elfatt_sd.evaluation.report.charts import Palette

@@ -5,8 +5,7 @@ import json
 import re
 
 import pytest
-from fake_run import NO_MEMORY, build_run, save
-from report_pages import Page, latex_rows, markdown_tables
+from support.runs import NO_MEMORY, Page, build_run, latex_rows, markdown_tables, save
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report import load_results, write_report

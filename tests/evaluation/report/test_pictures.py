@@ -4,9 +4,8 @@ import io
 import shutil
 
 import pytest
-from fake_run import FAILED, build_run, picture, prompt
 from PIL import Image
-from report_pages import Page
+from support.runs import FAILED, Page, build_run, picture, prompt
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report import load_results, page, write_report

@@ -5,8 +5,7 @@ import json
 import re
 
 import pytest
-from fake_run import save
-from report_pages import Page, told_of
+from support.runs import Page, save, told_of
 
 from elfatt_sd.evaluation.report import charts, load_results, write_report
 from elfatt_sd.evaluation.report.charts import PAPER, Palette

@@ -5,8 +5,7 @@ import io
 import re
 
 import pytest
-from fake_run import save
-from report_pages import Page, latex_rows, lowest_psnr, markdown_tables
+from support.runs import Page, latex_rows, lowest_psnr, markdown_tables, save
 
 from elfatt_sd.evaluation.report import load_results, write_report
 from elfatt_sd.evaluation.report.data import Estimate, Results, shortened

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
-from recipe_checks import check_killed_run, check_same
 from safetensors.torch import load_file
+from support.checks import check_killed_run, check_same
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.toy import TOY

@@ -1,0 +1,251 @@
+"""The processor computes each method's formula through a real layer, and never waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_pipelines as tiny
+from support.checks import COLUMNS, ROWS, generator, inputs
+from torch import Tensor
+
+import elfatt_sd
+import elfatt_sd.patch as patch_module
+import elfatt_sd.runtime.call as state_module
+from elfatt_sd.attention.merging import find_candidates, match_candidates, split_grid
+from elfatt_sd.attention.ordering import Grid, block_permutation, partition, stratified_samples
+from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import find_layers
+from elfatt_sd.methods import Draws
+
+
+class Layer:
+    """The first self-attention of a patched UNet in float64, with what one call of the UNet put in and got out."""
+
+    def __init__(self, config: PatchConfig, **changes: Any) -> None:
+        unet = tiny.unet(**changes).double()
+        elfatt_sd.apply_patch(unet, config)
+        first = find_layers(unet)[0]
+        self.attention: Any = first.attention
+        sample, text = inputs()
+        handles = [
+            first.norm.register_forward_pre_hook(lambda _, given: setattr(self, "block_input", given[0])),
+            self.attention.register_forward_hook(self._keep),
+        ]
+        with torch.no_grad():
+            unet(sample, 999, text)
+        for handle in handles:
+            handle.remove()
+        patched = self.attention.elfatt_state
+        self.state = patched.denoiser.latest.states[patched.index]
+        self.split: Any = self.state.split
+
+    def _keep(self, module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
+        self.tokens, self.result = given[0], result
+
+    def matching(self, ratio: float) -> Any:
+        return match_candidates(find_candidates(self.block_input, self.split), ratio)
+
+    def heads(self, projected: Tensor) -> Tensor:
+        """`[batch, heads, tokens, head_dim]`."""
+        return projected.unflatten(2, (self.attention.heads, -1)).transpose(1, 2)
+
+    def qkv(self, tokens: Tensor) -> list[Tensor]:
+        return [self.heads(getattr(self.attention, name)(tokens)) for name in ("to_q", "to_k", "to_v")]
+
+    def out(self, mixed: Tensor) -> Tensor:
+        projected: Tensor = self.attention.to_out[0](mixed.transpose(1, 2).flatten(2))
+        return projected
+
+    def check(self, expected: Tensor) -> None:
+        torch.testing.assert_close(self.result, expected, atol=1e-10, rtol=0)
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, allowed: Tensor | None = None) -> Tensor:
+    logits = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+    if allowed is not None:
+        logits = logits.masked_fill(~allowed, -torch.inf)
+    return logits.softmax(dim=3) @ v
+
+
+def same_block(tokens: int, size: int) -> Tensor:
+    """`[tokens, tokens]`: whether two tokens of a sequence share a block."""
+    blocks, base, larger = partition(tokens, size)
+    block = torch.repeat_interleave(torch.tensor([base + 1] * larger + [base] * (blocks - larger)))
+    return block[:, None] == block
+
+
+def pooled(q: Tensor, agents: int) -> Tensor:
+    return torch.stack([part.mean(dim=2) for part in q.tensor_split(agents, dim=2)], dim=2)
+
+
+def through_agents(q: Tensor, k: Tensor, v: Tensor, agents: int) -> Tensor:
+    own = pooled(q, agents)
+    return softmax(q, own, softmax(own, k, v))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("use_rand", [True, False])
+def test_agent_sd_follows_its_recipe(use_rand: bool) -> None:
+    """Agents are the projected tokens of a merge at 0.95; the second softmax is softer; 0.075 V is added."""
+    layer = Layer(PatchConfig.preset("agent", use_rand=use_rand))
+    fixed = split_grid(ROWS, COLUMNS, 4)[: ROWS * COLUMNS]
+    assert torch.equal(layer.split.places, fixed) is not use_rand
+    merge = layer.matching(0.4)
+    q, k, v = layer.qkv(merge.merge(layer.tokens))
+    assert q.shape[2] == 256 - int(0.4 * 256)
+    agents = layer.heads(layer.attention.to_q(layer.matching(0.95).merge(layer.tokens)))
+    assert agents.shape[2] == 16  # all but one of each 4x4 tokens
+    mixed = softmax(q, agents, softmax(agents, k, v), scale=q.shape[3] ** (-0.5 * 0.3)) + 0.075 * v
+    layer.check(merge.unmerge(layer.out(mixed)))
+
+
+@torch.no_grad()
+def test_elfatt_with_an_even_number_of_heads() -> None:
+    """Eq. lepe2sd on merged tokens: the first half of the heads through agents, the second inside blocks."""
+    layer = Layer(PatchConfig.preset("elfatt", agents=12, block_size=30))
+    merge = layer.matching(0.5)
+    q, k, v = layer.qkv(merge.merge(layer.tokens))
+    first = through_agents(q[:, :1], k[:, :1], v[:, :1], 12)
+    second = softmax(q[:, 1:], k[:, 1:], v[:, 1:], allowed=same_block(128, 30))
+    layer.check(merge.unmerge(layer.out(torch.cat([first, second], dim=1))))
+
+
+@torch.no_grad()
+def test_elfatt_with_an_odd_number_of_heads() -> None:
+    """Eq. lepe1sd, as at the top of SD 2.x: half of the channels of each of five heads."""
+    layer = Layer(
+        PatchConfig.preset("elfatt", agents=12, block_size=30),
+        block_out_channels=(80, 160, 160),
+        attention_head_dim=(5, 10, 10),
+    )
+    merge = layer.matching(0.5)
+    (qa, qb), (ka, kb), (va, vb) = (x.split(8, dim=3) for x in layer.qkv(merge.merge(layer.tokens)))
+    assert qa.shape[1] == 5
+    mixed = torch.cat([through_agents(qa, ka, va, 12), softmax(qb, kb, vb, allowed=same_block(128, 30))], dim=3)
+    layer.check(merge.unmerge(layer.out(mixed)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("ratio", [0.0, 0.5])
+@pytest.mark.parametrize("order", ["raster", "windows", "curve", "strided"])
+def test_blocks_of_tokens_in_the_picture(order: str, ratio: float) -> None:
+    """Merged tokens are put in blocks by where they are; each token gets its own result back."""
+    phase = Phase(1.0, "block", ratio=ratio, block_size=20, block_order=order)
+    layer = Layer(PatchConfig("blocks", (phase,)))
+    permutation = block_permutation(order, Grid.image(ROWS, COLUMNS), 20)
+    place = torch.arange(256) if permutation is None else permutation.argsort()
+    merge = layer.matching(ratio) if ratio else None
+    tokens = layer.tokens if merge is None else merge.merge(layer.tokens)
+    positions = torch.arange(256).expand(2, -1) if merge is None else merge.positions
+    rank = place[positions].argsort(dim=1).argsort(dim=1)  # of each merged token in the block order
+    together = same_block(tokens.shape[1], 20)
+    allowed = torch.stack([together[row][:, row] for row in rank])[:, None]
+    mixed = layer.out(softmax(*layer.qkv(tokens), allowed=allowed))
+    layer.check(mixed if merge is None else merge.unmerge(mixed))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("first", "second"), [("windows", "strided"), ("raster", "curve"), ("curve", "raster")])
+def test_half_of_the_heads_in_blocks_of_another_order(first: str, second: str) -> None:
+    layer = Layer(PatchConfig("two", (Phase(1.0, "block", block_size=20, block_order=first, second_order=second),)))
+    q, k, v = layer.qkv(layer.tokens)
+    mixed = []
+    for head, order in enumerate((first, second)):
+        permutation = block_permutation(order, Grid.image(ROWS, COLUMNS), 20)
+        place = torch.arange(256) if permutation is None else permutation.argsort()
+        allowed = same_block(256, 20)[place][:, place]
+        mixed.append(softmax(*(x[:, head : head + 1] for x in (q, k, v)), allowed=allowed))
+    layer.check(layer.out(torch.cat(mixed, dim=1)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lattice", [True, False])
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_every_query_attends_to_the_sample_of_its_group(groups: int, lattice: bool) -> None:
+    """Groups are lattices of the picture (a chessboard for two), or columns; each token gets its own result back."""
+    layer = Layer(PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=groups, lattice=lattice),)))
+    drawn = Draws(0, 0, 0, torch.device("cpu")).uniform("samples", 20)
+    keys = stratified_samples(Grid.image(ROWS, COLUMNS), 20, groups, drawn).view(20, groups).t()
+    row, column = torch.arange(256) // COLUMNS, torch.arange(256) % COLUMNS
+    slope = {1: 0, 2: 1, 5: 2}[groups]
+    shift = (slope - COLUMNS) * row % groups if lattice else 0
+    group = (row * COLUMNS + (column + shift) % COLUMNS) % groups
+    if lattice:  # where 5 groups do not divide 16 columns, a rolled row has a seam
+        assert (group == (column + slope * row) % groups).float().mean() > (0.8 if groups == 5 else 0.999)
+    allowed = torch.zeros(256, 256, dtype=torch.bool)
+    for own in range(groups):
+        allowed[(group == own)[:, None] & torch.isin(torch.arange(256), keys[own])] = True
+    layer.check(layer.out(softmax(*layer.qkv(layer.tokens), allowed=allowed)))
+
+
+HALF = {
+    "merged": Phase(1.0, "softmax", ratio=0.5),
+    "agent": PatchConfig.preset("agent").phases[0],
+    "elfatt": PatchConfig.preset("elfatt").phases[0],
+    "block": Phase(1.0, "block", block_size=20, block_order="windows"),
+    "sampled": Phase(1.0, "sampled", block_size=20),
+}
+
+
+@pytest.mark.parametrize("fp32_logits", [True, False])
+@pytest.mark.parametrize("phase", HALF.values(), ids=list(HALF))
+def test_logits_in_float32_on_request(phase: Phase, fp32_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    unet = tiny.unet().half()
+    elfatt_sd.apply_patch(unet, PatchConfig("half", (phase,), fp32_logits=fp32_logits))
+    with torch.no_grad():
+        unet(*inputs(torch.float16)[:1], 999, inputs(torch.float16)[1])
+        tokens = torch.randn(2, 256, 16, generator=generator()).half()
+        seen = set()
+        attend = torch.nn.functional.scaled_dot_product_attention
+
+        def spy(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            seen.add(q.dtype)
+            return attend(q, *args, **kwargs)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+        attention: Any = find_layers(unet)[0].attention
+        denoiser = attention.elfatt_state.denoiser
+        denoiser.enter(denoiser.latest)
+        assert attention(tokens).dtype == torch.float16
+    assert seen == {torch.float32 if fp32_logits else torch.float16}
+
+
+@torch.no_grad()
+def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What costs is computed once, although tokens are merged at one ratio and agents at another."""
+    found: list[Any] = []
+    find_candidates = state_module.find_candidates
+    monkeypatch.setattr(state_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given))
+    layer = Layer(PatchConfig.preset("agent"))
+    assert len(found) == 3  # one for each layer of the finest level
+    assert layer.state.candidates is None, "nothing is kept after the call"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["auto", "native"])
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "sd"])
+def test_a_layer_that_is_left_alone_is_exact(method: str, backend: str) -> None:
+    """Nothing that was drawn for the approximation is left in it, whichever kernel serves it."""
+    unet, (sample, text) = tiny.unet(), inputs(torch.float32)
+    timestep = torch.arange(999, -1, -1)[4]
+    untouched = unet(sample, timestep, text).sample
+    elfatt_sd.apply_patch(unet, method, attention_backend=backend)
+    for layer in find_layers(unet):
+        if state := getattr(layer.attention, "elfatt_state", None):
+            state.denoiser.pays = lambda *_: False
+    torch.testing.assert_close(unet(sample, timestep, text).sample, untouched, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_backend_serves_patched_layers_in_every_phase(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a method that approximates nothing."""
+    unet = tiny.unet()
+    monkeypatch.setattr(patch_module, "make_ready", lambda backend: None)
+    elfatt_sd.apply_patch(unet, method, attention_backend="flash")
+    sample, text = inputs(torch.float32)
+    for timestep in torch.tensor([999, 500, 0]):
+        with torch.no_grad(), pytest.raises(ElfattError, match=r"attention_backend='flash' (needs|does not take) "):
+            unet(sample, timestep, text)

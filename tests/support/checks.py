@@ -1,0 +1,526 @@
+"""What tests of several folders compare, count and give."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+from support import tiny_pipelines as tiny
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import elfatt_sd
+from elfatt_sd.attention.softmax import (
+    agent_attention,
+    block_attention,
+    elfatt_attention,
+    pool_agents,
+    softmax_attention,
+)
+from elfatt_sd.benchmarking.plots import save
+from elfatt_sd.benchmarking.record import Results
+from elfatt_sd.benchmarking.tables import clock
+from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.families import find_denoisers, find_layers, main_denoiser, step_denoisers, unwrap
+from elfatt_sd.methods import Grid
+from elfatt_sd.runtime import joint_processor, processor
+from elfatt_sd.runtime.call import Call, Denoiser, LayerCall
+from elfatt_sd.runtime.processor import ElfattProcessor, PatchedLayer
+from elfatt_sd.runtime.schedule import Position
+from tools.toy import export
+
+# What has to hold for every pipeline that is patched and put back.
+
+FIRST = Phase(0.5, "elfatt", ratio=0.5, block_size=16, agents=8)
+TWO_PHASES = PatchConfig("two", (FIRST, Phase(1.0, "softmax", ratio=0.5)))
+SEED = 7
+STEPS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "latent"}
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None:
+    """Have the stopwatches read these times, one after the other."""
+    readings = iter([moment for second in seconds for moment in (0.0, float(second))])
+    stopped = SimpleNamespace(perf_counter=lambda: next(readings), monotonic=time.monotonic)
+    monkeypatch.setattr("elfatt_sd.measure.time", stopped)
+
+
+def load_script(path: str) -> Any:
+    """Import a script of the repository that is in no package."""
+    place = Path(__file__).parents[2] / path
+    spec = importlib.util.spec_from_file_location(place.stem, place)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Work(TorchDispatchMode):
+    """Counts copies, sorts, dense products, calls of fused attention, and the pairs of queries and keys of those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = self.calls = self.pairs = self.dense = self.partitions = 0
+        self.sorts: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if "scaled_dot_product" in name:
+            batch, heads, queries, _ = args[0].shape
+            self.calls += 1
+            self.pairs += batch * heads * queries * args[1].shape[2]
+        self.dense += name in ("_softmax", "bmm", "baddbmm", "mm")
+        self.partitions += name == "topk"
+        if name in ("sort", "argsort", "msort"):
+            self.sorts.append(args[0].dtype)
+        self.copies += name in ("copy_", "clone", "_to_copy", "cat", "index_select", "constant_pad_nd")
+        return func(*args, **(kwargs or {}))
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
+def runner(pipe: Any, prompt: str = "a cat", **options: Any) -> Callable[[], torch.Tensor]:
+    """Return a function that makes the same picture whenever it is called."""
+
+    def run() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.as_tensor(pipe(prompt, generator=generator(), **{**STEPS, **options})[0])
+
+    return run
+
+
+def picture(height: int = 32, width: int = 32, channels: int = 3) -> torch.Tensor:
+    return torch.rand(1, channels, height, width, generator=generator())
+
+
+def with_effect(method: Any, **settings: Any) -> Any:
+    """Return those of some settings that change something in a method."""
+    without = PatchConfig.preset(method).without_effect(settings)
+    return {name: value for name, value in settings.items() if name not in without}
+
+
+def like(kind: Any, pipe: Any, **parts: Any) -> Any:
+    """Another kind of pipeline with the same parts, some replaced."""
+    takes = inspect.signature(kind).parameters
+    kept = {name: part for name, part in pipe.components.items() if name != "image_encoder" and name in takes}
+    if "requires_safety_checker" in takes:
+        parts["requires_safety_checker"] = False
+    return tiny.quiet(kind(**{**kept, **parts}))
+
+
+@contextmanager
+def recorded() -> Iterator[Counter[tuple[int, str]]]:
+    """Count the approximated calls by layer object and attention while the block runs."""
+    calls: Counter[Any] = Counter()
+    approximate = processor.approximate
+
+    def count(given: Any, state: Any, phase: Phase, tokens: torch.Tensor) -> torch.Tensor:
+        calls[id(state.layer.attention), phase.attention.name] += 1
+        return approximate(given, state, phase, tokens)
+
+    approximated: Any = joint_processor._Joint.approximated
+
+    def count_joint(joint: Any, *given: Any) -> torch.Tensor:
+        state = joint._state
+        calls[id(state.layer.attention), state.phase.attention.name] += 1
+        mixed: torch.Tensor = approximated(joint, *given)
+        return mixed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processor, "approximate", count)
+        patch.setattr(joint_processor._Joint, "approximated", count_joint)
+        yield calls
+
+
+def processors(pipe: Any) -> dict[str, Any]:
+    """Every attention processor of a pipeline's UNet and ControlNets."""
+    return {
+        f"{name}.{place}": module.processor
+        for name, net in find_denoisers(pipe).items()
+        for place, module in unwrap(net).named_modules()
+        if isinstance(module, Attention)
+    }
+
+
+def patched_layers(pipe: Any) -> dict[str, list[str]]:
+    """Names of the patched layers of each denoiser."""
+    return {
+        name: [layer.name for layer in find_layers(net) if isinstance(layer.attention.processor, ElfattProcessor)]
+        for name, net in find_denoisers(pipe).items()
+    }
+
+
+def layer_calls(pipe: Any, calls: Counter[Any]) -> dict[str, dict[str, int]]:
+    """Turn what `recorded` counted into calls by attention for every layer that had one."""
+    named = {
+        id(layer.attention): f"{net}.{layer.name}"
+        for net, denoiser in find_denoisers(pipe).items()
+        for layer in find_layers(denoiser)
+    }
+    found: dict[str, dict[str, int]] = {}
+    for (attention, kind), number in calls.items():
+        found.setdefault(named[attention], {})[kind] = number
+    return found
+
+
+def check_patch(
+    pipe: Any, run: Callable[[], torch.Tensor], *, layers: dict[str, int], calls: tuple[int, int] = (2, 2)
+) -> torch.Tensor:
+    """Patch a pipeline, run it twice, put it back, run it once more.
+
+    Args:
+        pipe: the pipeline or UNet.
+        run: makes a picture, always from the same noise.
+        layers: how many layers are patched in each denoiser.
+        calls: denoiser calls of one run in the first and in the second phase of `TWO_PHASES`.
+
+    Returns:
+        The patched picture.
+    """
+    before, untouched = processors(pipe), run()
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    patched = patched_layers(pipe)
+    assert {name: len(names) for name, names in patched.items()} == layers
+    with recorded() as counted:
+        picture = run()
+    first, second = calls
+    expected = {"elfatt": first, "softmax": second}
+    expected = {kind: number for kind, number in expected.items() if number}
+    assert layer_calls(pipe, counted) == {f"{net}.{name}": expected for net, names in patched.items() for name in names}
+    assert picture.isfinite().all()
+    assert picture.shape == untouched.shape
+    assert not torch.equal(picture, untouched)
+    assert torch.equal(run(), picture)
+    elfatt_sd.remove_patch(pipe)
+    after = processors(pipe)
+    assert after.keys() == before.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert torch.equal(run(), untouched)
+    return picture
+
+
+# The image of a patched pipeline, and which layers have our processor.
+
+ACTIVE = [method for method in METHODS if method != "sd"]
+
+
+def picture_of(pipe: Any, steps: int = 3, **options: Any) -> torch.Tensor:
+    given = {"prompt": "a b", "guidance_scale": 3.0, "generator": torch.Generator().manual_seed(5), **options}
+    return pipe(num_inference_steps=steps, output_type="pt", **given).images
+
+
+def elfatt_processors(net: torch.nn.Module) -> list[str]:
+    """Names of the layers that have our processor."""
+    modules = net.named_modules()
+    return [name for name, module in modules if isinstance(getattr(module, "processor", None), ElfattProcessor)]
+
+
+# What a small UNet is given.
+
+ROWS = COLUMNS = 16
+
+
+def inputs(dtype: torch.dtype = torch.float64, batch: int = 2) -> tuple[Tensor, Tensor]:
+    sample = torch.randn(batch, 4, ROWS, COLUMNS, generator=generator(), dtype=torch.float64)
+    text = torch.randn(batch, 5, tiny.TEXT_WIDTH, generator=generator(), dtype=torch.float64)
+    return sample.to(dtype), text.to(dtype)
+
+
+# The state of a layer as autotuning is given it.
+
+SAMPLE = torch.zeros(2, 4, 16, 16)
+
+
+def state_of(pipe: Any, config: PatchConfig) -> LayerCall:
+    """State of the first layer on the finest grid, as a patch would make it."""
+    layer = next(layer for layer in find_layers(pipe.unet) if layer.downsample == 1)
+    denoiser = Denoiser(config)
+    denoiser.layers = [PatchedLayer(layer, 0, layer.attention.processor, denoiser)]
+    return LayerCall(denoiser.layers[0], Call(config), layer.grid(Grid.image(*SAMPLE.shape[-2:])))
+
+
+# Queries, keys and values, and every approximation of them.
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+LENGTHS = [1, 2, 7, 64, 100, 227, 257]
+
+
+def qkv(tokens: int, heads: int = 4, size: int = 8, batch: int = 2, dtype: torch.dtype = torch.float32) -> Any:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn(3, batch, tokens, heads, size, generator=generator).to(dtype)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=0)
+
+
+def approximations(q: Tensor, k: Tensor, v: Tensor, **kernel: Any) -> dict[str, Tensor]:
+    return {
+        "softmax": softmax_attention(q, k, v, **kernel),
+        "block": block_attention(q, k, v, 30, **kernel),
+        "agent": agent_attention(q, k, v, pool_agents(q, 6), value_shortcut=0.1, **kernel),
+        "heads": elfatt_attention(q, k, v, agents=6, block_size=30, split="heads", **kernel),
+        "channels": elfatt_attention(q, k, v, agents=6, block_size=30, split="channels", **kernel),
+    }
+
+
+# What has to hold for every transformer that is patched and put back, through its pipeline's own `__call__`.
+
+Run = Callable[..., torch.Tensor]  # makes the same latents whenever it is called; takes the pipeline's options
+MANY = 10**6  # more than any small grid has tokens
+ALL_KEYS = {
+    "sampled": Phase(1.0, "sampled", keys=MANY, groups=1),
+    "cell_spread": Phase(1.0, "cell_spread", block_size=MANY),
+    "cell_spread, cells": Phase(1.0, "cell_spread", block_size=MANY, cell=4),
+    "block": Phase(1.0, "block", block_size=MANY, block_order="windows"),
+    "elfatt": Phase(1.0, "elfatt", block_size=MANY, agent_share=0.0),
+}
+FEW_KEYS = {
+    "sampled": Phase(1.0, "sampled", keys=8),
+    "cell_spread": Phase(1.0, "cell_spread", block_size=8),
+    "cell_spread, cells": Phase(1.0, "cell_spread", block_size=16, cell=8),
+    "block": Phase(1.0, "block", block_size=8, block_order="curve"),
+    "elfatt": Phase(1.0, "elfatt", block_size=8, agents=4, block_order="windows"),
+    "agent": Phase(1.0, "agent", agents=4, block_order="windows"),
+}
+HALF = PatchConfig("half", (Phase(0.5, "cell_spread", block_size=8),))
+
+
+def check_all_keys(pipe: Any, run: Run, atol: float = 1e-5) -> None:
+    """What sees all keys equals the original processors' output."""
+    untouched = run()
+    for name, phase in ALL_KEYS.items():
+        with elfatt_sd.patched(pipe, PatchConfig("all", (phase,))), recorded() as calls:
+            found = run()
+        assert calls, name
+        torch.testing.assert_close(
+            found, untouched, atol=atol, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def check_methods(pipe: Any, run: Run) -> None:
+    """Every attention changes the image, repeats itself, and is taken back: the same processors, the same bits."""
+    before = {id(layer.attention): layer.attention.processor for layer in all_layers(pipe)}
+    untouched = run()
+    for name, phase in FEW_KEYS.items():
+        elfatt_sd.apply_patch(pipe, PatchConfig("few", (phase,)))
+        found = run()
+        assert torch.isfinite(found).all(), name
+        assert not torch.equal(found, untouched), name
+        assert torch.equal(run(), found), name
+        elfatt_sd.remove_patch(pipe)
+    assert all(layer.attention.processor is before[id(layer.attention)] for layer in all_layers(pipe))
+    assert torch.equal(run(), untouched)
+
+
+def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[int, ...] = (1, 4, 28)) -> None:
+    """Phases are counted by the true step, in two runs in a row, and after an interrupted one.
+
+    Args:
+        pipe: the pipeline.
+        run: takes `num_inference_steps`.
+        layers: patched in all denoisers together.
+        calls: of the transformer in a step.
+        counts: of steps.
+    """
+    with elfatt_sd.patched(pipe, HALF):
+        for steps in counts:
+            wanted = [layers * (step < 0.5 * steps) for step in range(steps) for _ in range(calls)]
+            for _ in range(2 if steps < 10 else 1):
+                assert by_call(pipe, run, steps) == wanted, f"{steps} steps"
+        interrupt(pipe, run)
+        with recorded() as seen:
+            run(num_inference_steps=4)
+        assert sum(seen.values()) == layers * calls * 2, "after an interrupted run"
+
+
+def by_call(pipe: Any, run: Run, steps: int) -> list[int]:
+    """Return how many layers were approximated in each call of a transformer, and of ControlNets before it."""
+    ends: list[int] = [0]
+    with recorded() as seen, contextlib.ExitStack() as stack:
+        for denoiser in step_denoisers(pipe).values():
+            handle = denoiser.register_forward_hook(lambda *_: ends.append(sum(seen.values())))
+            stack.callback(handle.remove)
+        run(num_inference_steps=steps)
+    return [after - before for before, after in itertools.pairwise(ends)]
+
+
+def check_image_to_image(pipe: Any, run: Run, calls: int = 1) -> None:
+    """A run that begins at the fifth of eight steps knows which they are.
+
+    Args:
+        pipe: the pipeline.
+        run: begins there.
+        calls: of the transformer in a step.
+    """
+    check_all_keys(pipe, run)
+    check_methods(pipe, run)
+    with elfatt_sd.patched(pipe, PatchConfig("most", (Phase(0.75, "cell_spread", block_size=4),))):
+        for _ in range(2):
+            with recorded() as seen:
+                run()
+            assert set(seen.values()) == {2 * calls}, "steps 4 and 5 of 4 to 7"
+
+
+def check_texts(pipe: Any, run: Run) -> None:
+    """A call with longer texts is patched as well, and leaves nothing to the calls after it."""
+    texts = {name: _longer(given) for name, given in run.given.items() if "prompt" in name and "pooled" not in name}
+    assert texts
+    untouched = run(**texts)
+    with elfatt_sd.patched(pipe, PatchConfig("all", (ALL_KEYS["cell_spread"],))):
+        torch.testing.assert_close(run(**texts), untouched, atol=1e-5, rtol=1e-4)
+    with elfatt_sd.patched(pipe, PatchConfig("few", (Phase(1.0, "cell_spread", block_size=8, residual_steps=2),))):
+        before = run()
+        with recorded() as calls:
+            assert not torch.equal(run(**texts), untouched)
+        assert calls
+        assert torch.equal(run(), before)
+    assert torch.equal(run(**texts), untouched)
+
+
+def _longer(text: Any) -> Any:
+    """Return embeddings or their mask, or a list of such rows, with some of them again at the end."""
+    if isinstance(text, list):
+        return [torch.cat([row, row[:4]]) for row in text]
+    return torch.cat([text, text[:, :4]], 1)
+
+
+def interrupt(pipe: Any, run: Run) -> None:
+    """Break a run off in its second call of the transformer."""
+    count = 0
+
+    def stop(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise KeyboardInterrupt
+
+    handle = main_denoiser(pipe).register_forward_pre_hook(stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(num_inference_steps=6)
+    finally:
+        handle.remove()
+
+
+def check_plan(pipe: Any, tokens: int, layers: int, *, counted: bool = True, **size: Any) -> None:
+    """A plan knows the layers, their tokens and, but for models that read values, what a call costs."""
+    plan = elfatt_sd.plan(pipe, HALF, **size)
+    patched = [layer for layer in plan.layers if layer.patched]
+    assert [layer.tokens for layer in patched] == [tokens] * layers
+    if not counted:
+        assert "not counted" in str(plan.call)
+        return
+    assert plan.call.before is not None
+    assert plan.call.after is not None
+    assert 0 < plan.call.after < plan.call.before
+
+
+def check_autotune(pipe: Any, run: Run, **size: Any) -> None:
+    """Every layer's attention is timed, with shared differences too; only what is faster is patched."""
+    for phase in (FEW_KEYS["cell_spread"], Phase(1.0, "sampled", keys=8, residual_steps=2)):
+        config = PatchConfig("few", (phase,))
+        plan = elfatt_sd.plan(pipe, config, autotune=True, **size)
+        assert all("of the untouched time, measured here" in layer.reason for layer in plan.layers), str(plan)
+        elfatt_sd.apply_patch(pipe, config, autotune=True)
+        run()
+        elfatt_sd.remove_patch(pipe)
+
+
+def all_layers(pipe: Any) -> list[Any]:
+    return [layer for denoiser in find_denoisers(pipe).values() for layer in find_layers(denoiser)]
+
+
+# Schedulers by name, and where a timestep is on their schedule.
+
+KARRAS = {"use_karras_sigmas": True}
+
+
+SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
+    ("DDIMScheduler", {}),
+    ("DDPMScheduler", {}),
+    ("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1}),
+    ("EulerDiscreteScheduler", {}),
+    ("EulerDiscreteScheduler", KARRAS),
+    ("EulerAncestralDiscreteScheduler", {}),
+    ("HeunDiscreteScheduler", {}),
+    ("HeunDiscreteScheduler", KARRAS),
+    ("KDPM2DiscreteScheduler", {}),
+    ("KDPM2DiscreteScheduler", KARRAS),
+    ("DPMSolverMultistepScheduler", {}),
+    ("DPMSolverMultistepScheduler", KARRAS),
+    ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
+    ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
+    ("UniPCMultistepScheduler", {}),
+    ("UniPCMultistepScheduler", KARRAS),
+    ("LCMScheduler", {}),
+]
+IDS = [name + "".join(f"-{value}" for value in extra.values()) for name, extra in SCHEDULERS]
+
+
+def scheduler(name: str, extra: dict[str, Any]) -> Any:
+    return getattr(diffusers, name)(**tiny.SD15_SCHEDULE, **extra)
+
+
+def place(value: float) -> Position:
+    return Position(int(999 - value), 1000, False)
+
+
+# What every benchmark is given and has to save.
+
+QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
+
+
+def check_saved(results: Results, folder: Path) -> None:
+    """JSON that reads back, a table row for each, a picture."""
+    path = folder / "x.json"
+    path.write_text(json.dumps(results))
+    _, table, plot = save(results, path)
+    lines = [line for line in table.read_text().splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    for row in results["rows"]:
+        assert any(f"| {row['method']} | {clock(row['seconds'])} |" in line for line in lines)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+# What has to hold for the recipe of every toy.
+
+
+def check_killed_run(program: str, main: Any, arguments: list[str], out: Path, checkpoint: str) -> None:
+    """Kill a recipe without warning once it has a checkpoint, and let it go on in this process."""
+    command = [sys.executable, "-m", program, "--out", str(out), *arguments, "--save-every", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 300
+        while not (out / "checkpoints" / checkpoint).exists() and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    assert not export.load_record(out / "pipeline")
+    main(["--out", str(out), *arguments])
+
+
+def check_same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())

@@ -1,0 +1,663 @@
+"""Small and invented runs of the evaluation, with their references."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import random
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFilter
+from support import tiny_pipelines as tiny
+from torch import Tensor, nn
+
+from elfatt_sd.evaluation import generate, protocols, score
+from elfatt_sd.evaluation.features import Extractor
+from elfatt_sd.evaluation.prompts import run_prompts
+from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
+from elfatt_sd.evaluation.reference import Reference, Renders, Wanted, build_reference
+from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.summary import findings
+from elfatt_sd.evaluation.run import RUN_FILE, Row, Run, clear_disk_errors
+from elfatt_sd.evaluation.statistics import FeatureStatistics
+from elfatt_sd.files import folder_lock, sha256_of_file
+from elfatt_sd.progress import Progress
+
+# Features of which the distribution is known.
+
+
+def normal(count: int, dimension: int, seed: int) -> Tensor:
+    return torch.randn(count, dimension, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def spread(dimension: int) -> Tensor:
+    """Standard deviations that fall off, as those of real features do."""
+    return torch.arange(1, dimension + 1, dtype=torch.float64) ** -0.5
+
+
+def moments(features: Tensor) -> tuple[Tensor, Tensor]:
+    found = FeatureStatistics.of(features)
+    return found.mean, found.covariance
+
+
+# An extractor that needs no weights: quick, exact, and blind to the order of a batch.
+
+DIMENSION = 12
+
+
+class Regions(nn.Module):
+    """The mean colour of the four quarters of a picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.calls += len(images)
+        return nn.functional.adaptive_avg_pool2d(images.float(), 2).flatten(1) / 255 * self.scale
+
+
+def regions() -> Extractor:
+    return Extractor("regions", "FD-regions", DIMENSION, Regions(), {"network": "means of quarters"})
+
+
+# What a small run needs: a random Stable Diffusion 1.5, labels, a reference folder, random CLIP weights.
+
+ROOT = Path(__file__).parents[2]
+LABELS = ("cat", "dog", "owl", "fox", "crane")
+UNTOUCHED = """
+[[cells]]
+label = "SD (Baseline)"
+method = "sd"
+role = "baseline"
+
+[[cells]]
+label = "SD, other seeds"
+method = "sd"
+role = "null"
+"""
+CELLS = (
+    UNTOUCHED
+    + """
+[[cells]]
+label = "ELFATT-SD"
+method = "elfatt"
+ratio = 0.5
+block_size = 16
+agents = 8
+
+[[cells]]
+label = "tomesd"
+method = "tome"
+peer = "tomesd"
+ratio = 0.5
+"""
+)
+
+
+TWO_PROCESSES = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+TWO_PROCESSES += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+TWO_PROCESSES += ["--main_process_port", "0"]  # any free one: tests run side by side
+
+
+def write_model(folder: Path) -> Path:
+    """Save a random pipeline with the layout of Stable Diffusion 1.5."""
+    tiny.sd15(folder).save_pretrained(folder / "sd15")
+    return folder / "sd15"
+
+
+def write_clip(folder: Path) -> Path:
+    """Save a random CLIP image encoder with its preprocessing."""
+    tiny.image_encoder().save_pretrained(folder / "clip")
+    tiny.image_processor().save_pretrained(folder / "clip")
+    return folder / "clip"
+
+
+def write_labels(folder: Path) -> Path:
+    path = folder / "labels.txt"
+    path.write_text("\n".join(LABELS) + "\n")
+    return path
+
+
+def write_reference(folder: Path, count: int = 12) -> Path:
+    """Fill a folder with noise as the ImageNet validation set is laid out: flat, upper-case JPEG."""
+    generator = np.random.default_rng(0)
+    reference = folder / "val"
+    reference.mkdir(parents=True)
+    for index in range(1, count + 1):
+        pixels = generator.integers(0, 256, (40, 48, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(reference / f"ILSVRC2012_val_{index:08d}.JPEG", format="JPEG")
+    return reference
+
+
+def write_protocol(folder: Path, model: Path, cells: str = CELLS) -> Path:
+    """Write a protocol for `write_model`: five 32x32 images a row in batches of two, four steps."""
+    path = folder / "small.toml"
+    path.write_text(f"""
+name = "small"
+description = "A few small random images."
+model = "{model}"
+steps = 4
+height = 32
+width = 32
+dtype = "float32"
+device = "cpu"
+batch = 2
+labels = "{write_labels(folder)}"
+seed = 3
+{cells}
+""")
+    return path
+
+
+def small_protocol(folder: Path, model: Path, *overrides: str, cells: str = CELLS) -> Protocol:
+    return load_protocol(write_protocol(folder, model, cells), overrides)
+
+
+def full_overrides(workplace: Path) -> list[str]:
+    """Return what gives the small protocol every stage; see the fixture `workplace`."""
+    return [
+        f'extractors=["clip:{workplace / "clip"}"]',
+        f"reference.source={workplace / 'val'}",
+        "reference.count=12",
+        "time.repeats=2",
+        "time.batch=1",
+        "memory.batches=[1, 2]",
+        "memory.steps=2",
+    ]
+
+
+def make(run_dir: Path, protocol: Protocol, *reuse: Path) -> dict[str, str]:
+    """Make the images of a run, and return the rows that failed."""
+    with clear_disk_errors(run_dir), folder_lock(run_dir):
+        others = [Run.open(folder) for folder in reuse]
+        return generate.generate(Run(run_dir, protocol), reuse=others, show_progress=False)
+
+
+def row_of(run_dir: Path, cell: Cell) -> Row:
+    """Return a row of a run, where its seeds are no matter."""
+    return Row(run_dir / "cells" / cell.name, cell, 0)
+
+
+def run_data(run_dir: Path) -> dict[str, Any]:
+    """Return what `run.json` holds."""
+    data: dict[str, Any] = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+    return data
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return the content of every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# A run as the harness leaves it, drawn instead of generated: pictures with visible differences and made-up figures.
+
+COLORS = {
+    "red": "#d7263d",
+    "blue": "#1b6ca8",
+    "green": "#2e933c",
+    "yellow": "#f4c20d",
+    "purple": "#7b3fa0",
+    "orange": "#f46036",
+}
+SHAPES = ("circle", "square", "triangle", "star")
+METHODS = (("tome", "ToMe-SD", 2.2), ("agent", "Agent-SD", 3.4), ("elfatt", "ELFATT-SD", 1.4))
+PUBLISHED = {
+    "tome": {0.1: (30.7, 0.788, 0.80), 0.3: (30.6, 0.748, 0.80), 0.5: (30.9, 0.714, 0.70)},
+    "agent": {0.1: (30.2, 0.794, 1.00), 0.3: (30.3, 0.760, 1.00), 0.5: (30.7, 0.724, 0.70)},
+    "elfatt": {0.1: (30.2, 0.772, 0.80), 0.3: (30.4, 0.739, 0.75), 0.5: (30.4, 0.707, 0.70)},
+}
+PICTURES = 64  # of a row, by the results; the folder has the first few
+FAILED = "agent-0.5"
+NO_MEMORY = "tome-0.3"
+
+
+def prompt(index: int) -> str:
+    names = list(COLORS)
+    return f"a {names[index % 6]} {SHAPES[index % 4]} on a striped {names[(index * 5 + 2) % 6]} background"
+
+
+def picture(index: int, change: float, size: int = 256) -> Image.Image:
+    """Draw the scene of an index; `change` moves, blurs and tints it."""
+    names, noise = list(COLORS), random.Random(index)
+    image = Image.new("RGB", (size, size), "white")
+    draw = ImageDraw.Draw(image)
+    width = 12 + index % 3 * 6
+    for left in range(-size, size * 2, 2 * width):
+        bend = change * 12
+        draw.polygon(
+            [(left, 0), (left + width, 0), (left + width + 60 + bend, size), (left + 60 + bend, size)],
+            fill=COLORS[names[(index * 5 + 2) % 6]],
+        )
+    x, y = noise.uniform(0.35, 0.65) * size + 4 * change, noise.uniform(0.35, 0.65) * size - 3 * change
+    radius, sides = size * 0.24, (60, 4, 3, 10)[index % 4]
+    reach = [radius * (0.45 if sides == 10 and corner % 2 else 1) for corner in range(sides)]
+    corners = [
+        (x + far * math.sin(2 * math.pi * corner / sides), y - far * math.cos(2 * math.pi * corner / sides))
+        for corner, far in enumerate(reach)
+    ]
+    draw.polygon(corners, fill=COLORS[names[index % 6]])
+    return image.filter(ImageFilter.GaussianBlur(change / 2)) if change else image
+
+
+def build_run(folder: Path, *, images: int = 12, size: int = 128) -> dict:
+    """Write a run of 11 rows, of which one failed and one has no memory figures; return its results."""
+    chance = random.Random(0)
+    rows = [
+        _row("sd", "SD (Baseline)", "sd", {}, "baseline", 0.0, chance),
+        _row("sd-null", "SD, other seeds", "sd", {}, "null", 6.0, chance),
+        *(
+            _row(f"{method}-{ratio}", label, method, {"ratio": ratio}, "method", change * ratio, chance)
+            for method, label, change in METHODS
+            for ratio in (0.1, 0.3, 0.5)
+        ),
+    ]
+    for row in rows:
+        if row["cell"] == FAILED:
+            row |= dict.fromkeys(("distances", "paired", "accuracy", "most_changed", "time", "memory"))
+            row["failed"] = "picture 7 is black (all pixels 0); 8 of 12 pictures were made"
+        if row["cell"] == NO_MEMORY:
+            row["memory"] = None
+        _write_cell(folder, row, images, size)
+    results = _results(rows)
+    save(folder, results)
+    return results
+
+
+def build_sweep(folder: Path, *, images: int = 2, size: int = 32) -> dict:
+    """Write a run of 40 rows of many methods with long labels, some swept, with UNet time and no memory."""
+    chance = random.Random(1)
+    rows = [_row("sd", "SD (Baseline)", "sd", {}, "baseline", 0.0, chance)]
+    rows.append(_row("sd-null", "SD, other seeds", "sd", {}, "null", 6.0, chance))
+    for number in range(20):
+        label = f"blocks of a stratified sample, drawn anew in every layer, from step {number} on"
+        rows.append(_row(f"late{number}", label, "custom", {}, "method", 0.2 + number / 20, chance))
+    for ratio in (0.3, 0.5):
+        for size_of_block in (32, 56, 81, 128, 227, 512):
+            settings = {"ratio": ratio, "block_size": size_of_block}
+            label = "ELFATT with blocks along a curve in the first fifth of all steps"
+            name = f"curve-ratio{ratio}-block_size{size_of_block}"
+            rows.append(_row(name, label, "custom", settings, "method", 0.1 + ratio, chance))
+    for until in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6):
+        rows.append(_row(f"until{until}", "ToMe, then exact", "custom", {"until": until}, "method", until, chance))
+    for row in rows:
+        row["memory"] = None
+        del row["time"]["end_to_end"]
+        _write_cell(folder, row, images, size)
+    results = _results(rows) | {"published": None}
+    save(folder, results)
+    return results
+
+
+def _results(rows: list[dict]) -> dict:
+    return {
+        "format": 1,
+        "name": "toy_full",
+        "description": "The shape of the paper's table on the embedded toy pipeline.",
+        "identity": "4f1d0c6e5b",
+        "protocol": {
+            "name": "toy_full", "model": "toy", "scheduler": "stored", "steps": 25, "guidance": 7.5, "height": 256,
+            "width": 256, "dtype": "float32", "batch": 4, "labels": "toy", "template": "{label}", "seed": 0, "limit": 0,
+            "reference": {"source": "toy", "count": 2048, "size": 0}, "extractors": ["toy"],
+            "time": {"repeats": 5, "warmup": 1, "batch": 2}, "cells": [{"name": row["cell"]} for row in rows],
+        },
+        "environment": {
+            "elfatt_sd": "0.1.0", "commit": "2051285f36c91da5de5095001b824bf8c43c1990", "python": "3.11.7",
+            "platform": "Linux-x86_64", "packages": {"torch": "2.15.0", "diffusers": "0.42.1"},
+            "device": "2 cores of AMD EPYC", "cpu": "AMD EPYC", "cpu_cores": 2, "cpu_threads": 2,
+            "keeps_freed_memory": False, "ram_gib": 15.625, "cuda": None,
+            "attention_backends": {"scaled_dot_product_attention": ["flash (CPU)", "math"]},
+        },
+        "rows": rows,
+        "reference": {"FD-toy": {"source": "renders", "count": 10_000, "features": 32}},
+        "published": {
+            "source": "tabSD",
+            "rows": [
+                {"label": "SD (Baseline)", "FID": 31.0, "seconds_per_image": 0.768, "gb_per_image": 0.80},
+                *(
+                    {"label": label, "ratio": ratio, "FID": fid, "seconds_per_image": time, "gb_per_image": memory}
+                    for method, label, _ in METHODS
+                    for ratio, (fid, time, memory) in PUBLISHED[method].items()
+                ),
+            ],
+        },
+    }  # fmt: skip
+
+
+def save(folder: Path, results: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(results, ensure_ascii=False), encoding="utf-8")
+
+
+def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: ignore[no-untyped-def]
+    baseline, null, ratio = role == "baseline", role == "null", settings.get("ratio", 0)
+    difference = 0.0 if baseline else 0.21 if null else round(change * 1.9 - 0.45, 3)
+    half = 0.62 if null else 0.55
+    verdict = "worse" if difference > half else "better" if difference < -half else "no difference shown"
+    distances = {"FD-toy": _around(18.4 + difference, 1.6), "KD-toy": _around(0.0121 + difference / 900, 0.002)}
+    if not baseline:
+        distances["FD-toy"]["difference"] = _around(difference, half) | {"verdict": verdict}
+        distances["KD-toy"]["difference"] = _around(difference / 900, half / 900) | {"verdict": verdict}
+    psnr, ssim, cosine = (12.4, 0.47, 0.69) if null else (34 - 5.2 * change, 0.97 - change / 12, 0.99 - change / 20)
+    pairs = {
+        "classes": list(range(PICTURES)),
+        "psnr": _spread(psnr, 2.1) | {"unit": "dB", "identical": 0, "pictures": _each(psnr, 2.1)},
+        "ssim": _spread(ssim, 0.02) | {"pictures": _each(ssim, 0.02)},
+        "cosine": _spread(cosine, 0.01),
+    }
+    speed = 1 + (0.55 * ratio - 0.03 * (method == "agent") if role == "method" else 0)
+    slope, batches = 0.214 - 0.1 * ratio, [1, 2, 4, 8]
+    return {
+        "cell": cell,
+        "label": label,
+        "method": method,
+        "settings": settings,
+        "role": role,
+        "images": PICTURES,
+        "classes": PICTURES,
+        "distances": distances,
+        "paired": None if baseline else pairs,
+        "accuracy": {name: _accuracy(0.95 - change / 40, baseline) for name in ("shape", "color", "mean")},
+        "most_changed": [] if baseline else [3, 7, 1, 9],
+        "time": {"end_to_end": _timing(3.12, speed, chance), "unet": _timing(2.61, speed + 0.02, chance)},
+        "memory": {
+            "gib_per_image": slope,
+            "interval": [slope - 0.006, slope + 0.006],
+            "intercept_gib": 0.92,
+            "fit_error_gib": 0.004,
+            "batches": batches,
+            "peaks_gib": [0.92 + slope * batch + chance.uniform(-0.004, 0.004) for batch in batches],
+            "kind": "VmHWM",
+            "stages": {"text": {"gib_per_image": 0.0}, **_stages(slope)},
+        },
+        "failed": None,
+    }
+
+
+def _around(value: float, half: float) -> dict:
+    return {"value": value, "interval": [value - half, value + half]}
+
+
+def _spread(median: float, half: float) -> dict:
+    mean = median + half / 9
+    quartiles = [median - half, median + half * 0.8]
+    interval = [mean - half / 5, mean + half / 5]
+    return {"median": median, "mean": mean, "interval": interval, "quartiles": quartiles, "lowest": median - 2 * half}
+
+
+def _each(median: float, half: float) -> list[float]:
+    """One number for each picture; the fourth is the lowest."""
+    return [median - 2 * half + half * ((index + PICTURES - 3) % PICTURES) / 16 for index in range(PICTURES)]
+
+
+def _stages(slope: float) -> dict:
+    return {"unet": {"gib_per_image": slope}, "vae": {"gib_per_image": slope * 0.7}}
+
+
+def _accuracy(value: float, baseline: bool) -> dict:
+    difference = {} if baseline else {"difference": _around(value - 0.95, 0.02) | {"verdict": "no difference shown"}}
+    return _around(value, 0.03) | difference
+
+
+def _timing(untouched: float, speed: float, chance: random.Random) -> dict:
+    values = [untouched / speed * chance.uniform(0.97, 1.04) for _ in range(5)]
+    ratio = {"median": speed, "low": speed - 0.04, "high": speed + 0.03}
+    return {"seconds_per_image": sorted(values)[2], "values": values, "ratio": ratio}
+
+
+def _write_cell(folder: Path, row: dict, images: int, size: int) -> None:
+    cell = folder / "cells" / row["cell"]
+    (cell / "images").mkdir(parents=True)
+    change = dict((method, change) for method, _, change in METHODS).get(row["method"], 0.0)
+    with (cell / "manifest.jsonl").open("w", encoding="utf-8") as lines:
+        for index in range(images if row["failed"] is None else 8):
+            seed = index + (1000 if row["role"] == "null" else 0)
+            scene = picture(seed, change * row["settings"].get("ratio", 0), size)
+            path = cell / "images" / f"{index:05d}.png"
+            scene.save(path)
+            record = {"index": index, "file": f"images/{path.name}", "prompt": prompt(index), "class_index": index}
+            record |= {"seed": seed, "sha256": sha256_of_file(path)}
+            lines.write(json.dumps(record) + "\n")
+
+
+# A dozen small images in every kind of source, and their reference.
+
+PHOTOS = 12
+
+
+WNIDS = ("n01440764", "n01443537", "n02012849")
+
+
+def photo(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1] // 8, size[0] // 8, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+FILES = {f"ILSVRC2012_val_{number:08d}.JPEG": encoded(photo(number)) for number in range(1, PHOTOS + 1)}
+
+
+def write_folder(folder: Path, *, by_class: bool = False) -> Path:
+    for number, (name, content) in enumerate(FILES.items()):
+        path = folder / WNIDS[number % 3] / name if by_class else folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def flat(folder: Path) -> Path:
+    (folder / "flat").mkdir()
+    (folder / "flat" / "notes.txt").write_text("no photo")
+    return write_folder(folder / "flat")
+
+
+def classes(folder: Path) -> Path:
+    return write_folder(folder / "classes", by_class=True)
+
+
+def linked_classes(folder: Path) -> Path:
+    """Class folders and pictures that lie elsewhere, with links back and to nowhere."""
+    source = write_folder(folder / "elsewhere", by_class=True)
+    (folder / "linked").mkdir()
+    for name in WNIDS[1:]:
+        (folder / "linked" / name).symlink_to(source / name, target_is_directory=True)
+    (folder / "linked" / WNIDS[0]).mkdir()
+    for path in (source / WNIDS[0]).iterdir():
+        (folder / "linked" / WNIDS[0] / path.name).symlink_to(path)
+    (source / WNIDS[1] / "back").symlink_to(folder / "linked")
+    (folder / "linked" / "self").symlink_to(folder / "linked")
+    return folder / "linked"
+
+
+def write_table(path: Path, numbers: range) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    files = list(FILES.items())
+    rows = [{"bytes": files[number][1], "path": files[number][0]} for number in numbers]
+    table = pyarrow.table({"image": rows, "label": [number % 3 for number in numbers]})
+    parquet.write_table(table, path, row_group_size=5)
+    return path
+
+
+def parquet(folder: Path) -> Path:
+    return write_table(folder / "val.parquet", range(PHOTOS))
+
+
+def tables(folder: Path) -> Path:
+    (folder / "tables").mkdir()
+    for place in range(2):
+        write_table(folder / "tables" / f"val-{place}.parquet", range(6 * place, 6 * place + 6))
+    return folder / "tables"
+
+
+KINDS = (flat, classes, linked_classes, parquet, tables)
+
+
+def build(
+    source: Path | str, cache: Path, extractor: Extractor | None = None, progress: Progress | None = None, **wanted: Any
+) -> Reference:
+    asked = Wanted(str(source), **{"expected": PHOTOS, **wanted})
+    return build_reference(asked, extractor or regions(), cache_dir=cache, progress=progress)
+
+
+def expected_statistics(contents: dict[str, bytes] = FILES) -> FeatureStatistics:
+    extractor, found = regions(), FeatureStatistics(12)
+    for content in contents.values():
+        pixels = np.array(Image.open(io.BytesIO(content)).convert("RGB"))
+        found.update(extractor(torch.from_numpy(pixels).permute(2, 0, 1)[None]))
+    return found
+
+
+# A run whose images are renders of the toy, to be scored.
+
+SCORED = (
+    Cell("sd", "SD", "sd", role="baseline"),
+    Cell("null", "other seeds", "sd", role="null", seed_offset=1000),
+    Cell("tome", "ToMe", "tome"),
+    Cell("dark", "dark", "elfatt"),
+)
+
+
+CLASSES = 32
+
+
+def protocol(**changes: Any) -> Protocol:
+    settings: dict[str, Any] = {
+        "labels": "toy",
+        "classes": CLASSES,
+        "images_per_class": 1,
+        "extractors": ("toy",),
+        "reference": protocols.Reference("toy", count=64),
+        "height": 256,
+        "width": 256,
+        "device": "cpu",
+    }
+    return Protocol("small", SCORED, **{**settings, **changes})
+
+
+def altered(images: Tensor, cell: str) -> Tensor:
+    """What each row makes of the baseline's pictures `[n, h, w, 3]`."""
+    if cell == "tome":
+        changed = images.clone()
+        changed[2, : len(changed[2]) // 4] = 0  # one picture changes much
+        changed[5] = (changed[5].int() + 3).clamp(0, 255).to(torch.uint8)  # one a little
+        changed[7, 0, 0, 0] ^= 1  # one in a single value
+        return changed
+    return images // 3 if cell == "dark" else images
+
+
+def write_run(run_dir: Path, specification: Protocol, stride: int = 4) -> Path:
+    """Write a run of renders with every `stride`-th pixel; 1 leaves them as the toy's extractor knows them."""
+    classes = [prompt.class_index for prompt in run_prompts(specification)]
+    pictures = [image for image in Renders(2 * CLASSES, classes).load(0, 2 * CLASSES) if not isinstance(image, str)]
+    renders = torch.from_numpy(np.stack(pictures))[:, ::stride, ::stride]
+    run_dir.mkdir(parents=True)
+    data = {"format": 1, "identity": specification.identity, "protocol": specification.to_dict()}
+    (run_dir / "run.json").write_text(json.dumps({**data, "created": "today", "environment": {}}))
+    for cell in specification.cells:
+        rows = renders[CLASSES:] if cell.role == "null" else altered(renders[:CLASSES], cell.name)
+        lines = []
+        for index, (pixels, number) in enumerate(zip(rows, classes, strict=True)):
+            buffer = io.BytesIO()
+            Image.fromarray(pixels.numpy()).save(buffer, "PNG")
+            path = row_of(run_dir, cell).image_file(index)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(buffer.getvalue())
+            digest = hashlib.sha256(buffer.getvalue()).hexdigest()
+            made = {"index": index, "file": path.name, "prompt": "a", "class_index": number, "seed": index}
+            lines.append(json.dumps({**made, "sha256": digest}))
+        row_of(run_dir, cell).manifest.write_text("\n".join(lines))
+    return run_dir
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[Extractor]:
+    """Score with an extractor that counts its pictures."""
+    made: list[Extractor] = []
+
+    def load(spec: str, **_: Any) -> Extractor:
+        made.append(regions())
+        return made[-1]
+
+    monkeypatch.setattr(score, "load_extractor", load)
+    return made
+
+
+# What a report holds, read back.
+
+
+class Page(HTMLParser):
+    """Collects elements, their attributes, the cells of each table and all text."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.elements, self.text, self.tables, self.inside = [], "", [], None
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        self.inside = tag
+
+    def handle_data(self, data):
+        if self.inside not in ("script", "style"):
+            self.text += data
+            if self.tables and self.tables[-1] and self.tables[-1][-1]:
+                self.tables[-1][-1][-1] += f" {data.strip()}"
+
+    def handle_endtag(self, tag):
+        if tag == self.inside:
+            self.inside = None
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def told_of(results, pattern):
+    """The finding in which a pattern is found."""
+    return next(sentence for sentence in findings(Results(results)) if re.search(pattern, sentence))
+
+
+def markdown_tables(text):
+    """Cells of each table; a pipe after a backslash is text."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE)
+    return [[re.split(r"(?<!\\)\|", line)[1:-1] for line in block.splitlines()] for block in blocks]
+
+
+def latex_rows(text):
+    """Rows of the tabular as lists of cells, spanning cells counted as often as they span; checks the braces."""
+    bare = re.sub(r"\\[\\{}&%$#_]", lambda match: "\n" if match[0] == r"\\" else "", text)
+    depth = 0
+    for char in bare:
+        depth += (char == "{") - (char == "}")
+        assert depth >= 0
+    assert depth == 0 and bare.count("$") % 2 == 0
+    body = bare[bare.index("\\toprule") : bare.index("\\bottomrule")]
+    body = re.sub(r"\\(toprule|midrule|cmidrule\(lr\)\{[\d-]+\})", "", body)
+    rows = [line.split("&") for line in body.splitlines() if "&" in line]
+    spans = [[re.search(r"\\multicolumn\{(\d+)\}", cell) for cell in row] for row in rows]
+    return [sum(int(span[1]) if span else 1 for span in row) for row in spans]
+
+
+def lowest_psnr(table):
+    place = [column.title for column in table.columns].index("Lowest PSNR, dB") - table.heads
+    return [line.entries[place].text for line in table.lines]

@@ -1,0 +1,318 @@
+"""UNet pipelines of a few thousand random weights."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    ControlNetModel,
+    DDIMScheduler,
+    EulerDiscreteScheduler,
+    MotionAdapter,
+    PNDMScheduler,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+    T2IAdapter,
+    UNet2DConditionModel,
+)
+from transformers import (
+    CLIPImageProcessor,
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
+)
+
+SD15_SCHEDULE: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+TEXT_WIDTH = 32
+
+
+def tokenizer(folder: Path) -> CLIPTokenizer:
+    """A CLIP tokenizer that spells: one token for every printable character."""
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = [chr(code) for code in range(33, 127)]
+    words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=77)
+
+
+def text_config(**changes: Any) -> CLIPTextConfig:
+    """A one-layer CLIP text encoder for `tokenizer`."""
+    return CLIPTextConfig(
+        vocab_size=190,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=37,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=77,
+        bos_token_id=188,
+        eos_token_id=189,
+        pad_token_id=189,
+        **changes,
+    )
+
+
+def vae() -> AutoencoderKL:
+    """A VAE with factor 2 on each side."""
+    torch.manual_seed(1)
+    return AutoencoderKL(
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        in_channels=3,
+        out_channels=3,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        sample_size=32,
+    ).eval()
+
+
+def unet(**changes: Any) -> UNet2DConditionModel:
+    """A UNet shaped like that of SD 1.5, two levels with transformers and a third without, 16x16 latents."""
+    torch.manual_seed(0)
+    config: dict[str, Any] = {
+        "block_out_channels": (16, 32, 32),
+        "layers_per_block": 1,
+        "sample_size": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "norm_num_groups": 4,
+        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        "cross_attention_dim": TEXT_WIDTH,
+        "attention_head_dim": 2,  # diffusers' name for the number of heads
+    }
+    return UNet2DConditionModel(**{**config, **changes}).eval()
+
+
+def text_encoder() -> CLIPTextModel:
+    torch.manual_seed(2)
+    return CLIPTextModel(text_config()).eval()
+
+
+def sd15_parts(folder: Path, **unet_changes: Any) -> dict[str, Any]:
+    """The parts of a Stable Diffusion 1.5 pipeline."""
+    return {
+        "unet": unet(**unet_changes),
+        "vae": vae(),
+        "text_encoder": text_encoder(),
+        "tokenizer": tokenizer(folder / "tokenizer"),
+        "scheduler": PNDMScheduler(skip_prk_steps=True, steps_offset=1, **SD15_SCHEDULE),
+        "safety_checker": None,
+        "feature_extractor": None,
+    }
+
+
+_RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+_UNET = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+    "mid_block.resnets.0": "middle_block.0",
+    "mid_block.attentions.0": "middle_block.1",
+    "mid_block.resnets.1": "middle_block.2",
+}
+_VAE = [
+    (r"(down|up)_blocks\.(\d+)\.resnets\.", r"\1.\2.block."),
+    (r"(down|up)_blocks\.(\d+)\.(down|up)samplers\.0\.", r"\1.\2.\3sample."),
+    (r"mid_block\.resnets\.0", "mid.block_1"),
+    (r"mid_block\.resnets\.1", "mid.block_2"),
+    (r"mid_block\.attentions\.0", "mid.attn_1"),
+    (r"group_norm", "norm"),
+    (r"to_out\.0", "proj_out"),
+    (r"to_([qkv])", r"\1"),
+    (r"conv_norm_out", "norm_out"),
+    (r"conv_shortcut", "nin_shortcut"),
+]
+
+
+def original_checkpoint(pipe: StableDiffusionPipeline) -> dict[str, torch.Tensor]:
+    """The weights of a pipeline by the names that a single-file checkpoint of Stable Diffusion 1.x has."""
+    weights = {}
+    for name, weight in pipe.unet.state_dict().items():
+        weights[f"model.diffusion_model.{_original_unet_name(pipe.unet, name)}"] = weight
+    for name, weight in pipe.vae.state_dict().items():
+        renamed = re.sub(r"up_blocks\.(\d+)", lambda found: f"up_blocks.{1 - int(found[1])}", name)  # of two levels
+        for pattern, replacement in _VAE:
+            renamed = re.sub(pattern, replacement, renamed)
+        is_matrix = ".attn_1." in renamed and weight.ndim == 2  # a convolution, in the original
+        weights[f"first_stage_model.{renamed}"] = weight[:, :, None, None] if is_matrix else weight
+    for name, weight in pipe.text_encoder.state_dict().items():
+        weights[f"cond_stage_model.transformer.text_model.{name.removeprefix('text_model.')}"] = weight
+    return {name: weight.contiguous() for name, weight in weights.items()}
+
+
+def _original_unet_name(model: UNet2DConditionModel, name: str) -> str:
+    part = next((part for part in _UNET if name.startswith(part + ".")), None)
+    if part is not None:
+        place, rest = _UNET[part], name.removeprefix(part + ".")
+    else:
+        found = re.fullmatch(r"(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(?:conv\.)?(.+)", name)
+        assert found is not None, name
+        side, level, part, number, rest = found.groups()
+        each = model.config.layers_per_block + 1
+        first = int(level) * each
+        attends = int(hasattr(model.up_blocks[int(level)], "attentions"))
+        place = {
+            "down resnets": f"input_blocks.{first + int(number) + 1}.0",
+            "down attentions": f"input_blocks.{first + int(number) + 1}.1",
+            "down downsamplers": f"input_blocks.{first + each}.0.op",
+            "up resnets": f"output_blocks.{first + int(number)}.0",
+            "up attentions": f"output_blocks.{first + int(number)}.1",
+            "up upsamplers": f"output_blocks.{first + each - 1}.{1 + attends}.conv",
+        }[f"{side} {part}"]
+    if "resnets" in part:
+        own, _, kind = rest.partition(".")
+        rest = f"{_RESNET[own]}.{kind}"
+    return f"{place}.{rest}"
+
+
+def quiet(pipe: Any) -> Any:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def sd15(folder: Path, *, scheduler: Any = None, **unet_changes: Any) -> StableDiffusionPipeline:
+    """Stable Diffusion 1.5 in miniature; its own scheduler is PNDM."""
+    parts = sd15_parts(folder, **unet_changes)
+    parts["scheduler"] = scheduler or parts["scheduler"]
+    return quiet(StableDiffusionPipeline(**parts, requires_safety_checker=False))
+
+
+def sd2(folder: Path) -> StableDiffusionPipeline:
+    """Stable Diffusion 2.x in miniature: five heads at the top level, linear projections."""
+    return sd15(folder, block_out_channels=(40, 80, 80), attention_head_dim=(5, 10, 10), use_linear_projection=True)
+
+
+def sdxl_parts(folder: Path, *, refiner: bool = False) -> dict[str, Any]:
+    """The parts of an SDXL pipeline: no attention on the finest grid."""
+    torch.manual_seed(2)
+    projecting = text_config(projection_dim=32)
+    time_ids = 5 if refiner else 6
+    model = unet(
+        sample_size=32,
+        block_out_channels=(16, 32, 32),
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=(2, 4, 4),
+        use_linear_projection=True,
+        transformer_layers_per_block=(1, 1, 2),
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=8 * time_ids + 32,
+        cross_attention_dim=32 if refiner else 64,
+    )
+    first = None if refiner else CLIPTextModel(text_config(projection_dim=32)).eval()
+    return {
+        "unet": model,
+        "vae": vae(),
+        "scheduler": EulerDiscreteScheduler(**SD15_SCHEDULE, steps_offset=1, timestep_spacing="leading"),
+        "text_encoder": first,
+        "tokenizer": None if refiner else tokenizer(folder / "tokenizer"),
+        "text_encoder_2": CLIPTextModelWithProjection(projecting).eval(),
+        "tokenizer_2": tokenizer(folder / "tokenizer_2"),
+    }
+
+
+def sdxl(folder: Path) -> StableDiffusionXLPipeline:
+    """SDXL in miniature."""
+    return quiet(StableDiffusionXLPipeline(**sdxl_parts(folder), add_watermarker=False))
+
+
+def controlnet(model: UNet2DConditionModel) -> ControlNetModel:
+    """A ControlNet for a UNet, with an effect; its picture is twice the latent, as the VAE here needs."""
+    torch.manual_seed(3)
+    copied = ("in_channels", "down_block_types", "block_out_channels", "layers_per_block", "norm_num_groups")
+    net = ControlNetModel(
+        **{name: model.config[name] for name in (*copied, "cross_attention_dim", "attention_head_dim")},
+        conditioning_embedding_out_channels=(8, 8),
+    ).eval()
+    with torch.no_grad():
+        for layer in [*net.controlnet_down_blocks, net.controlnet_mid_block, net.controlnet_cond_embedding.conv_out]:
+            layer.weight.normal_(0, 0.1)
+    return net
+
+
+def t2i_adapter() -> T2IAdapter:
+    """A T2I adapter whose features fit `unet()`."""
+    torch.manual_seed(4)
+    return T2IAdapter(
+        in_channels=3, channels=[16, 32, 32], num_res_blocks=1, downscale_factor=2, adapter_type="full_adapter"
+    ).eval()
+
+
+def motion_adapter() -> MotionAdapter:
+    """A motion adapter for `unet()`."""
+    torch.manual_seed(5)
+    return MotionAdapter(
+        block_out_channels=(16, 32, 32),
+        motion_layers_per_block=1,
+        motion_norm_num_groups=4,
+        motion_num_attention_heads=2,
+        motion_max_seq_length=8,
+        use_motion_mid_block=False,
+    ).eval()
+
+
+def ddim() -> DDIMScheduler:
+    return DDIMScheduler(**SD15_SCHEDULE, clip_sample=False, steps_offset=1)
+
+
+def image_encoder() -> CLIPVisionModelWithProjection:
+    """A CLIP image encoder for IP-Adapters."""
+    torch.manual_seed(6)
+    return CLIPVisionModelWithProjection(
+        CLIPVisionConfig(
+            hidden_size=32,
+            projection_dim=32,
+            intermediate_size=37,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            image_size=32,
+            patch_size=8,
+        )
+    ).eval()
+
+
+def image_processor() -> CLIPImageProcessor:
+    return CLIPImageProcessor(crop_size=32, size=32)
+
+
+def ip_adapter(model: UNet2DConditionModel) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights of an IP-Adapter with four picture tokens, for a UNet and `image_encoder()`."""
+    tokens = 4
+    generator = torch.Generator().manual_seed(7)
+
+    def weights(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    crossing = [name for name in model.attn_processors if name.endswith("attn2.processor")]
+    layers = {}
+    for index, name in enumerate(crossing):
+        inner = model.get_submodule(name.removesuffix(".processor")).to_k.out_features
+        for part in ("to_k_ip", "to_v_ip"):
+            layers[f"{2 * index + 1}.{part}.weight"] = weights(inner, TEXT_WIDTH)
+    projection = {
+        "proj.weight": weights(tokens * TEXT_WIDTH, 32),
+        "proj.bias": torch.zeros(tokens * TEXT_WIDTH),
+        "norm.weight": torch.ones(TEXT_WIDTH),
+        "norm.bias": torch.zeros(TEXT_WIDTH),
+    }
+    return {"image_proj": projection, "ip_adapter": layers}
