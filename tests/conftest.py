@@ -61,6 +61,13 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def every_kernel() -> None:
+    """Which fused kernels PyTorch may take is one for the process, and a test of threads can leave it changed."""
+    for enable in ("flash", "mem_efficient", "math"):
+        getattr(torch.backends.cuda, f"enable_{enable}_sdp")(True)
+
+
 @pytest.fixture(scope="module")
 def shared_pipe(folder: Path) -> Any:
     """Stable Diffusion 1.5 in miniature, one for the tests of a file; see `pipe`."""

@@ -23,7 +23,7 @@ OF_THE_FOLDER = ("identity", "created", "sha256")
 
 
 class Figures(JSONSnapshotExtension):
-    """Figures of images with the same hashes are equal, but for the last digits of float32; another processor draws others."""
+    """Figures of images with the same hashes are equal to three digits; another processor draws others."""
 
     def serialize(self, data: SerializableData, **_: Any) -> SerializedData:
         return json.dumps(data, indent=1) + "\n"
@@ -31,14 +31,15 @@ class Figures(JSONSnapshotExtension):
     def matches(self, *, serialized_data: SerializedData, snapshot_data: SerializedData) -> bool:
         now, kept = json.loads(serialized_data), json.loads(snapshot_data)
         same = now.pop("images") == kept.pop("images")
-        return close(now, kept, 2e-5 if same else 0.05)
+        return close(now, kept, 1e-3 if same else 0.05)
 
 
 def close(now: Any, kept: Any, tolerance: float) -> bool:
     if isinstance(now, float) and isinstance(kept, float):
         return math.isclose(now, kept, rel_tol=tolerance, abs_tol=tolerance / 10)
     if isinstance(now, dict) and isinstance(kept, dict):
-        return [*now] == [*kept] and all(close(now[key], kept[key], tolerance) for key in now)
+        loose = {"interval": 0.2}  # of few images: refits, which follow the last digits of a processor
+        return [*now] == [*kept] and all(close(now[key], kept[key], loose.get(key, tolerance)) for key in now)
     if isinstance(now, list) and isinstance(kept, list):
         return len(now) == len(kept) and all(close(*pair, tolerance) for pair in zip(now, kept, strict=True))
     return bool(now == kept)
