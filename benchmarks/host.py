@@ -39,7 +39,7 @@ from elfatt_sd.families.unet import SCALE
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.plans import describe
-from elfatt_sd.runtime.choosing import fitted
+from elfatt_sd.runtime.layer import fitted
 
 COUNTED = 4  # steps of a phase whose operations are counted: as many as share a difference by default
 _VIEWS = {

@@ -25,7 +25,7 @@ from elfatt_sd.evaluation.provenance import weights_sha256
 from elfatt_sd.families import family_of, main_denoiser, step_denoisers
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.phases import Phase
-from elfatt_sd.runtime.choosing import fits, fitted
+from elfatt_sd.runtime.layer import fits, fitted
 from elfatt_sd.toy import PROMPT
 from elfatt_sd.tuning.runs import Settings
 

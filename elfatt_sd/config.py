@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, Literal, Unpack, cast, get_args
 
 from elfatt_sd import errors
 from elfatt_sd.errors import ElfattError, ElfattFailure
-from elfatt_sd.files import write_json
+from elfatt_sd.files import known_keys, write_json
 from elfatt_sd.methods import attention_named, attentions, is_own, reserve
 from elfatt_sd.phases import (
     BACKENDS,
@@ -30,7 +31,6 @@ from elfatt_sd.phases import (
     Settings,
     check_phases,
     check_settings,
-    known_keys,
     objects_of,
     phases_of,
     setting_names,
@@ -87,8 +87,6 @@ class PatchConfig:
         if not isinstance(self.method, str) or not self.method:
             raise ElfattError(f"method={self.method!r} is not accepted; give a name.")
         check_phases(self.phases)
-        if not isinstance(self.per_layer, tuple) or not all(isinstance(own, LayerPhases) for own in self.per_layer):
-            raise ElfattError(f"per_layer={self.per_layer!r} is not accepted; give a tuple of LayerPhases.")
         if self.max_downsample is not None and (
             isinstance(self.max_downsample, bool) or self.max_downsample not in DOWNSAMPLES
         ):
@@ -164,7 +162,13 @@ class PatchConfig:
         others = RUN_SETTINGS | {"active_fraction"}
         per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name not in others}
         check_settings(per_phase)
-        self._check_merging(per_phase.get("ratio", 0))
+        ratio = per_phase.get("ratio", 0)
+        if ratio > 0 and not all(phase.attention.merges for phase in self.all_phases):
+            merging = [name for name, config in PRESETS.items() if any(phase.merge.ratio for phase in config.phases)]
+            raise ElfattError(
+                f"ratio={ratio!r} is not accepted with method {self.method!r}, which does not merge tokens; leave "
+                f"ratio away, or take a method that merges: {', '.join(merging)}."
+            )
         fraction = settings.get("active_fraction")
         if fraction is not None:
             errors.real("active_fraction", fraction, 0.0, 1.0)
@@ -173,10 +177,13 @@ class PatchConfig:
             phases = tuple(phase if phase.exact else phase.with_settings(per_phase) for phase in phases)
             return phases if fraction is None else _with_active_fraction(phases, float(fraction))
 
-        per_layer = tuple(LayerPhases(each.layers, with_changes(each.phases)) for each in self.per_layer)
-        changed = dataclasses.replace(self, phases=with_changes(self.phases), per_layer=per_layer, **own)
+        changed = self._with_phases(with_changes, **own)
         object.__setattr__(changed, "changes", {**self.changes, **settings})
         return changed
+
+    def _with_phases(self, change: Callable[[tuple[Phase, ...]], tuple[Phase, ...]], **own: Any) -> PatchConfig:
+        per_layer = tuple(LayerPhases(each.layers, change(each.phases)) for each in self.per_layer)
+        return dataclasses.replace(self, phases=change(self.phases), per_layer=per_layer, **own)
 
     def renamed(self, method: str) -> PatchConfig:
         """Return a copy with another name, which knows the same changes."""
@@ -188,15 +195,6 @@ class PatchConfig:
         """Return those of some settings that this configuration has not: no phase that approximates uses them."""
         used = {name for phase in self.all_phases if not phase.exact for name in phase.used_settings}
         return [name for name in settings if name not in used | RUN_SETTINGS | {"active_fraction"}]
-
-    def _check_merging(self, ratio: float) -> None:
-        """Check a ratio that a user gave, in the words of the method."""
-        if ratio > 0 and not all(phase.attention.merges for phase in self.all_phases):
-            merging = [name for name, config in PRESETS.items() if any(phase.merge.ratio for phase in config.phases)]
-            raise ElfattError(
-                f"ratio={ratio!r} is not accepted with method {self.method!r}, which does not merge tokens; leave "
-                f"ratio away, or take a method that merges: {', '.join(merging)}."
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -216,10 +214,10 @@ class PatchConfig:
         """
         if not isinstance(data, Mapping):
             raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
-        known_keys("configuration", data, [field.name for field in dataclasses.fields(cls)])
+        known_keys("", data, [field.name for field in dataclasses.fields(cls)])
         own = []
         for each in objects_of("per_layer", data.get("per_layer", ())):
-            known_keys("per_layer", each, ["layers", "phases"])
+            known_keys("per_layer.", each, ["layers", "phases"])
             own.append(LayerPhases(each.get("layers", ""), phases_of(each)))
         return cls(**{**data, "phases": phases_of(data), "per_layer": tuple(own)})
 
@@ -235,7 +233,8 @@ class PatchConfig:
         try:
             write_json(Path(path), self.to_dict())
         except (OSError, TypeError, ValueError) as error:
-            raise _file_error(path, "cannot be written", error, "the name of a file in a writable folder") from error
+            reason = f"cannot be written ({_reason(error)}); give the name of a file in a writable folder."
+            raise ElfattError(f"config={_shown(path)} {reason}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PatchConfig:
@@ -249,10 +248,12 @@ class PatchConfig:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8-sig"))  # editors on Windows put a BOM first
-        except json.JSONDecodeError as error:
-            raise _file_error(path, "is not JSON", error, _SAVED) from error
         except (OSError, TypeError, ValueError, RecursionError) as error:
-            raise _file_error(path, "cannot be read", error, _SAVED) from error
+            what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read"
+            raise ElfattError(
+                f"config={_shown(path)} {what} ({_reason(error)}); give a file that `PatchConfig.save` or "
+                "`elfatt-sd patch --save` wrote."
+            ) from error
         try:
             return cls.from_dict(data)
         except ElfattError as error:
@@ -265,10 +266,7 @@ class PatchConfig:
             step: index of the UNet call in the schedule, from 0.
             steps: number of UNet calls of the whole schedule.
         """
-        for phase in self.phases:
-            if step < phase.until * steps - 1e-9:
-                return phase
-        return EXACT
+        return next((phase for phase in self.phases if step < phase.until * steps - 1e-9), EXACT)
 
     def phase_until(self, end: float) -> Phase:
         """Return the phase of the stretch that ends at a fraction of the run, one of `stretches`."""
@@ -277,15 +275,11 @@ class PatchConfig:
     def at(self, step: int, steps: int) -> PatchConfig:
         """Return the configuration that does in every step what this one does in one."""
 
-        def there(config: PatchConfig) -> tuple[Phase, ...]:
-            phase = config.phase_at(step, steps)
+        def there(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+            phase = dataclasses.replace(self, phases=phases).phase_at(step, steps)
             return () if phase.exact else (dataclasses.replace(phase, until=1.0),)
 
-        def there_in(each: LayerPhases) -> LayerPhases:
-            return LayerPhases(each.layers, there(dataclasses.replace(self, phases=each.phases)))
-
-        own = map(there_in, self.per_layer)
-        return dataclasses.replace(self, phases=there(self), per_layer=tuple(own))
+        return self._with_phases(there)
 
     def shares_difference(self, step: int, steps: int) -> bool:
         """Tell whether the step after one adds the difference that this one measures or has added."""
@@ -305,27 +299,21 @@ class PatchConfig:
 
     def approximates(self, first: int, steps: int) -> bool:
         """Tell whether any step of a run is approximated."""
-        for each in self.per_layer:
-            if dataclasses.replace(self, phases=each.phases, per_layer=()).approximates(first, steps):
-                return True
-        for step in range(first, steps):
-            phase = self.phase_at(step, steps)
-            added = step > first and self.shares_difference(step - 1, steps)
+        own = (dataclasses.replace(self, phases=each.phases, per_layer=()) for each in self.per_layer)
+        for config, step in itertools.product((self, *own), range(first, steps)):
+            phase = config.phase_at(step, steps)
+            added = step > first and config.shares_difference(step - 1, steps)
             if not phase.exact and (phase.residual_steps == 1 or added):
                 return True
         return False
-
-
-_SAVED = "a file that `PatchConfig.save` or `elfatt-sd patch --save` wrote"
 
 
 def _shown(path: object) -> str:
     return repr(os.fspath(path) if isinstance(path, os.PathLike) else path)
 
 
-def _file_error(path: object, what: str, error: Exception, accepted: str) -> ElfattError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return ElfattError(f"config={_shown(path)} {what} ({reason}); give {accepted}.")
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _with_active_fraction(phases: tuple[Phase, ...], fraction: float) -> tuple[Phase, ...]:
@@ -427,10 +415,14 @@ def for_transformers(config: PatchConfig) -> PatchConfig:
     return _TRANSFORMER_PRESETS[name].with_settings(**config.changes).renamed(config.method)
 
 
-def complaints(config: PatchConfig) -> list[str]:
-    """Return what to say of changes to a method that has no such settings, or that they leave nothing to do."""
+def warn_without_effect(config: PatchConfig) -> None:
+    """Warn of changes to a method that change nothing; loops over methods make them to `sd`, too."""
     base = PRESETS.get(cast(Method, config.method.partition(":")[0]))  # without what benchmarks put into it
+    if not config.phases and config.method == UNTOUCHED:
+        return
+    said = [f"method {config.method!r} has no setting {name}" for name in config.without_effect(config.changes)]
     if not config.active and base is not None and base.active:
         changes = " and ".join(f"{name}={value!r}" for name, value in config.changes.items())
-        return [f"with {changes}, method {config.method!r} approximates nothing"]
-    return [f"method {config.method!r} has no setting {name}" for name in config.without_effect(config.changes)]
+        said = [f"with {changes}, method {config.method!r} approximates nothing"]
+    for each in said:
+        warnings.warn(f"elfatt-sd: {each}.", stacklevel=3)

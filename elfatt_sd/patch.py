@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack, cast
 
 from elfatt_sd.attention.softmax import make_ready
-from elfatt_sd.config import DEFAULT, Method, PatchConfig
+from elfatt_sd.config import DEFAULT, Method, PatchConfig, warn_without_effect
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import (
-    family_of,
-    find_denoisers,
-    unwrap,
-)
+from elfatt_sd.families import family_of, find_denoisers, levels_of, select_layers, unwrap
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Settings
 from elfatt_sd.plans import Plan, PlanOnDemand, input_grid, make_plan
+from elfatt_sd.runtime import warn
 from elfatt_sd.runtime.autotune import measure_phases
-from elfatt_sd.runtime.call import Denoiser
-from elfatt_sd.runtime.choosing import (
-    choose_layers,
-    class_names,
-    fitted,
-    patched_layers,
-    resolve,
-    tell_left_alone,
-    tell_without_effect,
-)
 from elfatt_sd.runtime.denoiser import OWNER, PATCH, Owner, Patch
+from elfatt_sd.runtime.layer import Layers, choose_layers, fitted, resolve
 from elfatt_sd.runtime.schedule import Schedule, SchedulerFinder
 
 Pipeline = TypeVar("Pipeline")
@@ -66,10 +53,10 @@ def apply_patch(
         ElfattError: unknown method or setting, no UNet, no layer that the method could patch, or a processor in
             `take_over` that cannot be replaced.
     """
-    denoisers, names = find_denoisers(pipe), class_names(take_over)
+    denoisers, names = find_denoisers(pipe), _class_names(take_over)
     config = fitted(resolve(method, settings), denoisers)
     chosen = choose_layers(denoisers, config, names)
-    tell_without_effect(config)
+    warn_without_effect(config)
     make_ready(config.attention_backend)
     _remove(pipe)
     if config.active:
@@ -78,17 +65,42 @@ def apply_patch(
             _attributes(pipe)[OWNER] = owner
         schedule = Schedule(SchedulerFinder(pipe), family_of(main).takes_noise_levels(unwrap(main)))
         for name, denoiser in denoisers.items():
-            Patch(config, autotune, names, schedule, denoiser, chosen[name], owner).install()
-        tell_left_alone(chosen, config, names)
+            Patch(config, chosen[name], denoiser, schedule, owner, autotune, names).install()
+        _warn_of_others_processors(chosen, config, names)
         if not autotune:
-            tell_slower(make_plan(config, chosen, {}, input_grid(pipe)))
+            warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))
     return pipe
 
 
-def tell_slower(planned: Plan) -> None:
-    """Warn of a patch that is expected to slow a pipeline down."""
+def warn_if_slower(planned: Plan) -> None:
     if planned.slower:
-        warnings.warn(f"elfatt-sd: {planned.config.method} is {planned.slower}.", stacklevel=3)
+        warn("slower", method=planned.config.method, slower=planned.slower)
+
+
+def _class_names(take_over: Any) -> tuple[str, ...]:
+    """Return the names of classes that `take_over` stands for: names, or the classes themselves."""
+    given = take_over if isinstance(take_over, Iterable) and not isinstance(take_over, str | type) else [take_over]
+    names = tuple(each.__name__ if isinstance(each, type) else each for each in given)
+    if not all(isinstance(name, str) for name in names):
+        raise ElfattError(f"take_over={take_over!r} is not accepted; give names of processors' classes.")
+    return names
+
+
+def _warn_of_others_processors(chosen: dict[str, Layers], config: PatchConfig, take_over: Sequence[str]) -> None:
+    levels = levels_of(next(iter(chosen.values())).found)
+    left = [
+        layer
+        for layers in chosen.values()
+        for layer in select_layers(layers.found, config, levels)
+        if layer.obstacle and layer not in layers.chosen
+    ]
+    if not left:
+        return
+    names = ", ".join(sorted({layer.processor_name for layer in left if not layer.obstacle_to(layer.processor)}))
+    advice = f" Give take_over=[...] with the class names ({names}) to replace them in approximated steps."
+    if take_over:
+        advice += f" ({', '.join(take_over)} in take_over is another class.)"
+    warn("left alone", count=len(left), first=left[0].name, why=left[0].obstacle, advice=advice if names else "")
 
 
 def remove_patch(pipe: Pipeline) -> Pipeline:
@@ -105,7 +117,7 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
     Raises:
         ElfattError: there is no UNet.
     """
-    _tell_of_others(pipe)
+    _warn_of_others(pipe)
     _remove(pipe)
     return pipe
 
@@ -138,9 +150,9 @@ def _attributes(pipe: Any) -> dict[str, Any]:
     return getattr(pipe, "__dict__", {})
 
 
-def _tell_of_others(pipe: Any) -> None:
+def _warn_of_others(pipe: Any) -> None:
     if (owner := _owner(pipe)) is not None:
-        owner.tell_of_others()
+        owner.warn_of_others()
 
 
 @contextmanager
@@ -172,7 +184,7 @@ def patched(
     config = resolve(method, settings)
     with restored(pipe):
         apply_patch(pipe, config, autotune=autotune, take_over=take_over)
-        make = functools.partial(_plan, pipe, config, (None, None, None), autotune, take_over, tell=False)
+        make = functools.partial(_plan, pipe, config, (None, None, None), autotune, take_over)
         yield cast(Plan, PlanOnDemand(make)) if autotune else make()
 
 
@@ -220,7 +232,9 @@ def plan(
     Raises:
         ElfattError: as `apply_patch`, or a size that does not fit the model.
     """
-    return _plan(pipe, resolve(method, settings), (height, width, frames), autotune, take_over)
+    config = resolve(method, settings)
+    warn_without_effect(fitted(config, find_denoisers(pipe)))
+    return _plan(pipe, config, (height, width, frames), autotune, take_over)
 
 
 def _plan(
@@ -229,21 +243,14 @@ def _plan(
     size: tuple[int | None, int | None, int | None],
     autotune: bool,
     take_over: Sequence[str | type],
-    tell: bool = True,
 ) -> Plan:
     denoisers = find_denoisers(pipe)
     config = fitted(config, denoisers)
-    chosen = choose_layers(denoisers, config, class_names(take_over))
-    if tell:
-        tell_without_effect(config)
-    grid = input_grid(pipe, *size)
-    decisions = {}
-    if autotune:
-        for name, net in denoisers.items():
-            shared = Denoiser(config)
-            shared.layers = patched_layers(shared, chosen[name])
-            for layer in shared.layers:
-                decisions[name, layer.layer.name] = measure_phases(layer, net, grid)
+    chosen = choose_layers(denoisers, config, _class_names(take_over))
+    grid, decisions = input_grid(pipe, *size), {}
+    for name, denoiser in denoisers.items() if autotune else ():
+        for layer in Patch(config, chosen[name]).layers:
+            decisions[name, layer.layer.name] = measure_phases(layer, denoiser, grid)
     return make_plan(config, chosen, decisions, grid).counting(denoisers)
 
 
@@ -256,17 +263,16 @@ def is_patched(pipe: Any) -> bool:
     Raises:
         ElfattError: there is no UNet and no transformer of a known family.
     """
-    _tell_of_others(pipe)
+    _warn_of_others(pipe)
     return bool(patches_of(pipe))
 
 
 def current_config(pipe: Any) -> PatchConfig | None:
     """Return the configuration that a pipeline is patched with, or None."""
-    _tell_of_others(pipe)
+    _warn_of_others(pipe)
     return next((patch.config for patch in patches_of(pipe).values()), None)
 
 
 def patches_of(pipe: Any) -> dict[str, Patch]:
-    """Return the patches of a pipeline's UNet and ControlNets, as far as they have one."""
     found = {name: getattr(unwrap(denoiser), PATCH, None) for name, denoiser in find_denoisers(pipe).items()}
     return {name: patch for name, patch in found.items() if patch is not None}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
 from elfatt_sd import errors
 from elfatt_sd.attention.ordering import BlockOrder
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.files import known_keys
 from elfatt_sd.methods import Attention, AttentionName, Merge, attention_named, attentions
 from elfatt_sd.methods.published import AgentSource, Split
 
@@ -90,20 +91,15 @@ class Settings(AttentionSettings, total=False):
     residual_limit: float | None
 
 
-_PHASE_SETTINGS = {"residual_steps", "residual_guidance", "attention_dtype"}
+_OWN = ("attention_dtype", "residual_guidance", "residual_steps")  # settings that are fields of a phase itself
 MERGE_SETTINGS = frozenset(field.name for field in dataclasses.fields(Merge))
-RUN_SETTINGS = Settings.__optional_keys__ - AttentionSettings.__optional_keys__ - {"active_fraction", *_PHASE_SETTINGS}
+RUN_SETTINGS = Settings.__optional_keys__ - AttentionSettings.__optional_keys__ - {"active_fraction", *_OWN}
 
 
 def phase_settings() -> list[str]:
     """Return the names of all settings of phases: of merging, and of every attention that is known."""
-    own = [name for kind in attentions().values() for name in kind.settings()]
-    return list(dict.fromkeys([*MERGE_SETTINGS, *sorted(_PHASE_SETTINGS), *own]))
-
-
-def of_merging(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of some settings that are of merging."""
-    return {name: value for name, value in settings.items() if name in MERGE_SETTINGS}
+    of_attentions = [name for kind in attentions().values() for name in kind.settings()]
+    return list(dict.fromkeys([*MERGE_SETTINGS, *_OWN, *of_attentions]))
 
 
 def setting_names() -> list[str]:
@@ -116,29 +112,17 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     unknown = sorted(settings.keys() - set(phase_settings()))
     if unknown:
         raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(setting_names())}.")
-    Merge(**of_merging(settings))
-    check_phase_settings(**{name: value for name, value in settings.items() if name in _PHASE_SETTINGS})
+    Merge(**_some(settings, MERGE_SETTINGS))
+    if own := _some(settings, _OWN):
+        Phase(**own)
     for name, value in settings.items():
         kind = next((kind for kind in attentions().values() if name in kind.settings()), None)
         if kind is not None:
             kind().with_settings({name: value})
 
 
-def check_phase_settings(
-    residual_steps: object = 1, residual_guidance: object = False, attention_dtype: object = None
-) -> None:
-    """Check a phase's own settings."""
-    errors.whole("residual_steps", residual_steps, 1)
-    errors.flag("residual_guidance", residual_guidance)
-    if attention_dtype is not None:
-        errors.choice("attention_dtype", attention_dtype, NARROWER)
-
-
-def known_keys(what: str, data: Mapping[str, Any], accepted: Iterable[str]) -> None:
-    """Check the keys of saved data."""
-    unknown = sorted(set(data) - set(accepted), key=str)
-    if unknown:
-        raise ElfattError(f"{what} key {unknown[0]!r} is not known; accepted: {', '.join(accepted)}.")
+def _some(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name in names}
 
 
 @dataclass(frozen=True, init=False)
@@ -180,24 +164,25 @@ class Phase:
         **settings: Unpack[AttentionSettings],
     ) -> None:
         check_settings(settings)
+        errors.real("until", until, 0.0, 1.0)
+        if until == 0:
+            raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
+        errors.whole("residual_steps", residual_steps, 1)
+        errors.flag("residual_guidance", residual_guidance)
+        if attention_dtype is not None:
+            errors.choice("attention_dtype", attention_dtype, NARROWER)
         merge = Merge() if merge is None else merge
-        if not isinstance(merge, Merge):
-            raise ElfattError(f"merge={merge!r} is not accepted; give a Merge.")
         kind = attention if isinstance(attention, Attention) else attention_named(attention)()
         values = {
             "until": until,
             "attention": kind.with_settings(settings),
-            "merge": dataclasses.replace(merge, **of_merging(settings)),
+            "merge": dataclasses.replace(merge, **_some(settings, MERGE_SETTINGS)),
             "residual_steps": residual_steps,
             "residual_guidance": residual_guidance,
             "attention_dtype": attention_dtype,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        errors.real("until", until, 0.0, 1.0)
-        if until == 0:
-            raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
-        check_phase_settings(residual_steps, residual_guidance, attention_dtype)
         if self.dense and not self.exact:
             object.__setattr__(self, "residual_steps", 1)
         if self.attention.empty and residual_steps == 1:
@@ -256,7 +241,7 @@ class Phase:
         Raises:
             ElfattError: a value is out of range.
         """
-        own = {name: getattr(self, name) for name in ("residual_steps", "residual_guidance", "attention_dtype")}
+        own = {name: getattr(self, name) for name in _OWN}
         return Phase(self.until, self.attention, merge=self.merge, **{**own, **settings})
 
     def to_dict(self) -> dict[str, Any]:
@@ -274,7 +259,7 @@ class Phase:
         Raises:
             ElfattError: a key is unknown, or a value is out of range.
         """
-        known_keys("phase", data, ["until", "attention", *phase_settings()])
+        known_keys("phase.", data, ["until", "attention", *phase_settings()])
         if ":" in str(data.get("attention")):  # a file may not name code to import
             raise ElfattError(f"attention={data['attention']!r} is not accepted here; register it, and give its name.")
         return cls(**data)
@@ -301,8 +286,6 @@ class LayerPhases:
     phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layers, str) or not self.layers:
-            raise ElfattError(f"layers={self.layers!r} is not accepted; give a layer's path, such as 'up_blocks.3.*'.")
         check_phases(self.phases)
 
     def matches(self, layer: str) -> bool:
@@ -311,7 +294,6 @@ class LayerPhases:
 
 
 def check_phases(phases: object) -> None:
-    """Check phases that follow each other."""
     if not isinstance(phases, tuple) or not all(isinstance(phase, Phase) for phase in phases):
         raise ElfattError(f"phases={phases!r} is not accepted; give a tuple of Phase.")
     ends = [phase.until for phase in phases]
@@ -320,12 +302,10 @@ def check_phases(phases: object) -> None:
 
 
 def objects_of(name: str, value: object) -> list[Mapping[str, Any]]:
-    """Return a list of objects that JSON held."""
     if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
         raise ElfattError(f"{name}={value!r} is not accepted; give a list of objects.")
     return list(value)
 
 
 def phases_of(data: Mapping[str, Any]) -> tuple[Phase, ...]:
-    """Return the phases of an object that JSON held."""
     return tuple(Phase.from_dict(phase) for phase in objects_of("phases", data.get("phases", ())))

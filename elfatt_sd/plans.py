@@ -127,19 +127,24 @@ class Plan:
             return PlannedCall(counts)
         before = sum(known) // self.turns
         after = before - self.multiply_adds_before + self.multiply_adds_after
-        least = before - round(sum(map(self._approximated, self.layers)) / self.turns)
+        parts = [phase.until - phase.start for phase in self.phases]
+        work = (layer.multiply_adds * sum(itertools.compress(parts, layer.approximated)) for layer in self.layers)
+        least = before - round(sum(work) / self.turns)
         return PlannedCall(counts, before, after, before / after, before / max(1, least))
 
     @property
     def kept_bytes(self) -> float:
         """Memory of the differences that steps share (`Phase.residual_steps`), for one image in 16 bits; 0 for none."""
-        sizes = [(layer.tokens, layer.channels) for layer in self.layers if self._shares(layer)]
-        if not sizes:
-            return 0.0
+        sizes = []
+        for layer in self.layers:
+            phases = self.config.for_layer(layer.name).phases
+            if layer.patched and any(phase.residual_steps > 1 and not phase.exact for phase in phases):
+                sizes.append((layer.tokens, layer.channels))
         return kept_bytes(sizes, 1, torch.float16, self.config.residuals)
 
     def average(self, layer: PlannedLayer) -> float:
-        return sum(part * work for part, work in zip(self._parts, layer.multiply_adds_by_phase, strict=True))
+        parts = (phase.until - phase.start for phase in self.phases)
+        return sum(part * work for part, work in zip(parts, layer.multiply_adds_by_phase, strict=True))
 
     def groups(self) -> list[tuple[PlannedLayer, ...]]:
         alike: dict[PlannedLayer, list[PlannedLayer]] = {}
@@ -177,13 +182,11 @@ class Plan:
             f"{giga(self.multiply_adds_after)} G after on average ({fraction:.0%})"
         )
         rows += [self.slower] if self.slower else []
-        kept = self.kept_bytes
-        if kept:
-            what = "in 8 bits" if self.config.residuals == "fp8" else "in 16 bits"
-            where = "host" if self.config.residuals == "host" else "device"
+        if kept := self.kept_bytes:
+            how = {"fp8": "8 bits, kept on the device", "host": "16 bits, kept on the host"}
             rows.append(
-                f"differences that steps share: {readable(kept)} for each image of a batch {what}, kept on the "
-                f"{where}; twice that with a negative prompt"
+                f"differences that steps share: {readable(kept)} for each image of a batch in "
+                f"{how.get(self.config.residuals, '16 bits, kept on the device')}; twice that with a negative prompt"
             )
         rows += [str(self.call)] if self.blueprints else []
         tokens = max((layer.tokens for layer in self.layers if layer.denoiser.startswith("transformer")), default=PAYS)
@@ -216,17 +219,6 @@ class Plan:
                 f"{layer.heads} heads, in {', '.join(places(group))}: {layer.reason}"
             )
         return "\n  ".join([self.heading, *rows, *self.summary()])
-
-    def _shares(self, layer: PlannedLayer) -> bool:
-        phases = self.config.for_layer(layer.name).phases
-        return layer.patched and any(phase.residual_steps > 1 and not phase.exact for phase in phases)
-
-    @property
-    def _parts(self) -> list[float]:
-        return [phase.until - phase.start for phase in self.phases]
-
-    def _approximated(self, layer: PlannedLayer) -> float:
-        return layer.multiply_adds * sum(itertools.compress(self._parts, layer.approximated))
 
 
 class PlanOnDemand:
@@ -274,7 +266,6 @@ def make_plan(
     decisions: Mapping[tuple[str, str], Mapping[Phase, Decision]],
     size: Grid,
 ) -> Plan:
-    """Work out a plan; see `elfatt_sd.plan`."""
     ends = config.stretches
     planned_layers, by_layer = [], []
     for name, (present, chosen) in layers.items():
@@ -285,22 +276,15 @@ def make_plan(
             known = decisions.get((name, layer.name), {})
             planned_layers.append(_plan_layer(name, layer, phases, size, layer in chosen, known, uses))
             by_layer.append(phases)
-    turns = sum(map(takes_steps, layers))
-    planned = tuple(
-        PlannedPhase(
-            start,
-            end,
-            _describe_all(
-                [phases[index] for phases in by_layer] or [config.phase_until(end)],
-                [layer.grid if layer.approximated[index] else None for layer in planned_layers],
-            ),
-            sum(layer.multiply_adds_by_phase[index] for layer in planned_layers) // turns,
-        )
-        for index, (start, end) in enumerate(itertools.pairwise((0.0, *ends)))
-    )
+    turns, planned = sum(map(takes_steps, layers)), list[PlannedPhase]()
+    for index, (start, end) in enumerate(itertools.pairwise((0.0, *ends))):
+        there = [phases[index] for phases in by_layer] or [config.phase_until(end)]
+        grids = [layer.grid if layer.approximated[index] else None for layer in planned_layers]
+        work = sum(layer.multiply_adds_by_phase[index] for layer in planned_layers) // turns
+        planned.append(PlannedPhase(start, end, _describe_all(there, grids), work))
     after = sum((phase.until - phase.start) * phase.multiply_adds for phase in planned)
     before = sum(layer.multiply_adds for layer in planned_layers) // turns
-    return Plan(config, size, tuple(planned_layers), planned, before, round(after), turns=turns)
+    return Plan(config, size, tuple(planned_layers), tuple(planned), before, round(after), turns=turns)
 
 
 def input_grid(pipe: Any, height: int | None = None, width: int | None = None, frames: int | None = None) -> Grid:
@@ -319,16 +303,14 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
     if frames is not None:
         if not isinstance(frames, numbers.Integral) or frames <= 0 or (frames - 1) % time:
             raise ElfattError(f"frames={frames!r} is not accepted; give a multiple of {time}, and 1 more.")
-        if frames > 1 and own.frames == 1 and not _makes_clips(pipe):
+        if isinstance(pipe, nn.Module):
+            clips = any(word in type(module).__name__ for word in ("3D", "Motion", "Temporal", "I2V"))
+        else:
+            clips = "num_frames" in inspect.signature(pipe.__call__).parameters
+        if frames > 1 and own.frames == 1 and not clips:
             raise ElfattError(f"frames={frames!r} is not accepted; a {type(pipe).__name__} makes no clips.")
         length = (frames - 1) // time + 1
     return family.grid(module, Grid(length, *sides))
-
-
-def _makes_clips(pipe: Any) -> bool:
-    if not isinstance(pipe, nn.Module):
-        return "num_frames" in inspect.signature(pipe.__call__).parameters
-    return any(word in type(unwrap(pipe)).__name__ for word in ("3D", "Motion", "Temporal", "I2V"))
 
 
 def frames_to_one(pipe: Any) -> int:
@@ -340,7 +322,6 @@ def _factor(pipe: Any, *names: str) -> int:
 
 
 def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
-    """Say in a few words what happens in a phase."""
     if phase.exact:
         return "exact attention"
     fitted = [phase.attention.fit(grid, phase.merge) for grid in grids] or [phase.attention]
@@ -370,7 +351,6 @@ def _merging(phase: Phase, grids: Sequence[Grid]) -> str:
 
 
 def _describe_all(phases: Sequence[Phase], grids: Sequence[Grid | None]) -> str:
-    """Say what happens in a stretch of the run, where layers may have phases of their own."""
     found: dict[Phase, list[Grid]] = {}
     for phase, grid in zip(phases, grids or [None], strict=True):
         found.setdefault(phase, []).extend([] if grid is None else [grid])
@@ -408,20 +388,8 @@ def _plan_layer(
         reason = f"left alone: {layer.obstacle or f'its grid is 1/{layer.downsample} of the latent'}"
     else:
         reason = ", then ".join(reason for reason, _ in itertools.groupby(reasons))
-    return PlannedLayer(
-        denoiser,
-        layer.name,
-        layer.downsample,
-        *grid,
-        layer.text,
-        layer.heads,
-        channels,
-        any(approximated),
-        reason,
-        before,
-        tuple(by_phase),
-        tuple(approximated),
-    )
+    of_layer = denoiser, layer.name, layer.downsample, *grid, layer.text, layer.heads, channels
+    return PlannedLayer(*of_layer, any(approximated), reason, before, tuple(by_phase), tuple(approximated))
 
 
 def multiply_adds(phase: Phase, grid: Grid, channels: int, uses: int = 1, context: int = 0) -> int:

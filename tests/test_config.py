@@ -1,4 +1,4 @@
-"""Configurations: presets, validation, round trips; and what each preset does to images of the toy."""
+"""Configurations: presets, validation, round trips."""
 
 from __future__ import annotations
 
@@ -9,29 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-import elfatt_sd
 from elfatt_sd import config as module
 from elfatt_sd.config import (
     EXACT,
     METHODS,
     PRESETS,
+    LayerPhases,
     PatchConfig,
     Phase,
     Settings,
-    complaints,
     known_method,
     setting_names,
 )
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Merge, attentions, is_own
-from elfatt_sd.phases import Narrower
-from elfatt_sd.toy import GUIDANCE
-from elfatt_sd.toy.features import load_feature_extractor
-from elfatt_sd.toy.renderer import class_labels, describe
-from tools.toy import quality
+from elfatt_sd.phases import DENSE, Narrower
 
 
 def shape(config: PatchConfig) -> list[tuple[float, str, float, int]]:
@@ -50,13 +43,6 @@ def test_presets_are_the_published_methods() -> None:
         0.3,
         0.075,
     )
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_json_round_trip(method: str) -> None:
-    config = PatchConfig.preset(method, stride=3, seed=7, block_size=56, active_fraction=0.5)
-    assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert hash(config) == hash(PatchConfig.from_dict(config.to_dict()))
 
 
 def test_settings_reach_every_phase_that_is_not_exact() -> None:
@@ -88,24 +74,17 @@ def test_active_fraction(method: str, fraction: float, expected: list[tuple[floa
 
 def test_phase_at_covers_the_run() -> None:
     config = PatchConfig.preset("elfatt")
-    assert [config.phase_at(step, 50).attention.name for step in (0, 9, 10, 49)] == [
-        "elfatt",
-        "elfatt",
-        "softmax",
-        "softmax",
+    names = [
+        config.phase_at(step, steps).attention.name for step, steps in ((0, 50), (9, 50), (10, 50), (49, 50), (0, 1))
     ]
-    assert config.phase_at(0, 1).attention.name == "elfatt"
+    assert names == ["elfatt", "elfatt", "softmax", "softmax", "elfatt"]
     assert PatchConfig.preset("tome", active_fraction=0.5).phase_at(25, 50) == EXACT
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"ratio": 1.0}, "ratio=1.0"),
-        ({"ratio": -0.1}, "ratio=-0.1"),
-        ({"ratio": float("nan")}, "ratio=nan"),
-        ({"ratio": "half"}, "ratio='half'"),
-        ({"ratio": True}, "ratio=True"),
+        *(({"ratio": value}, f"ratio={value!r}") for value in (1.0, -0.1, float("nan"), "half", True)),
         ({"stride": 1}, "stride=1"),
         ({"stride": 2.0}, "stride=2.0"),
         ({"block_size": 0}, "block_size=0"),
@@ -136,15 +115,6 @@ def test_bad_settings_are_named(method: str, settings: dict[str, Any], named: st
     assert "\n" not in message
 
 
-def test_cells_have_no_other_backend() -> None:
-    phase = Phase(1.0, "cell_spread", block_order="spread")
-    assert PatchConfig("cells", (phase,), attention_backend="native").active
-    with pytest.raises(
-        ElfattError, match=r"attention_backend='flash' .*cell_spread.* give 'auto', 'native' or 'triton'"
-    ):
-        PatchConfig("cells", (phase,), attention_backend="flash")
-
-
 def test_what_is_exact_in_every_phase_is_not_active() -> None:
     assert PatchConfig.preset("tome").active
     assert not PatchConfig.preset("tome", ratio=0).active
@@ -161,12 +131,28 @@ def test_what_is_exact_in_every_phase_is_not_active() -> None:
             lambda: Phase(1.0, "block", ratio=0.5, second_order="spread"),
             "ratio=0.5 is not accepted with a second_order",
         ),
+        (
+            lambda: PatchConfig("x", (Phase(1.0, "cell_spread"),), attention_backend="flash"),
+            "attention_backend='flash' is not accepted with attention='cell_spread', which needs log-sum-exps",
+        ),
+        (lambda: PatchConfig("x", (DENSE["float16"],), fp32_logits=True), "not accepted with fp32_logits=True"),
+        *(
+            (lambda value=value: Phase(attention_dtype=value), f"attention_dtype={value!r} is not known; accepted: bfl")
+            for value in ("float32", "", 16, True)
+        ),
+        (lambda: Phase(1.0, "reuse"), "give the number of steps that share one output"),
+        (lambda: Phase(residual_guidance="yes"), "residual_guidance='yes' is not accepted"),  # type: ignore[arg-type]
+        (lambda: LayerPhases("a", (EXACT, EXACT)), "each must end later"),
+        (lambda: PatchConfig.from_dict({"per_layer": [{"layer": "a"}]}), "accepted: layers, phases"),
+        (lambda: PatchConfig.from_dict({"per_layer": "a"}), "give a list of objects"),
+        (lambda: PatchConfig.preset("elfatt-fast", ratio=0.5), "does not merge tokens; leave ratio away, or take"),
+        *((lambda name=name: known_method(name), f"method={name!r} is not known") for name in ("", None, 3)),
         (lambda: Phase(0), "until=0"),
         (lambda: PatchConfig("x", (Phase(0.5), Phase(0.5))), "later"),
         (lambda: PatchConfig.preset("flash"), "accepted: sd, tome, agent, elfatt"),
         (lambda: PatchConfig.preset(["elfatt"]), "method=['elfatt'] is not known"),  # type: ignore[arg-type]
-        (lambda: PatchConfig.from_dict({"phase": []}), "configuration key 'phase'"),
-        (lambda: PatchConfig.from_dict({"phases": [{"size": 3}]}), "phase key 'size'"),
+        (lambda: PatchConfig.from_dict({"phase": []}), "key 'phase' is not known"),
+        (lambda: PatchConfig.from_dict({"phases": [{"size": 3}]}), "key 'phase.size' is not known"),
         (lambda: PatchConfig.from_dict({"phases": [3]}), "phases="),
     ],
 )
@@ -196,24 +182,44 @@ def test_settings_have_the_names_and_types_of_the_fields() -> None:
 
 
 def test_the_methods_that_type_checkers_know_are_the_presets() -> None:
-    assert tuple(PRESETS) == METHODS
+    assert tuple(PRESETS) == METHODS == tuple(known_method(str(name)) for name in METHODS)
     assert all(name == config.method for name, config in PRESETS.items())
 
 
-def test_a_name_from_outside_is_checked() -> None:
-    assert [known_method(str(name)) for name in METHODS] == list(METHODS)
-    for name in ("elfat", "", None, 3, ["elfatt"]):
-        with pytest.raises(ElfattError, match=r"method=.* is not known; accepted: sd, tome, agent, elfatt, "):
-            known_method(name)
+SAVED = [
+    *(PatchConfig.preset(name, stride=3, block_size=56, active_fraction=0.5, seed=2**63 - 1) for name in METHODS),
+    PatchConfig("own", (Phase(0.5, "block"),), per_layer=(LayerPhases("a.*", (EXACT,)), LayerPhases("b"))),
+    PatchConfig("own", (Phase(1.0, "sampled", residual_steps=2, residual_guidance=True, attention_dtype="bfloat16"),)),
+]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_saved_configuration_is_loaded_again(method: Any, tmp_path: Path) -> None:
-    config = PatchConfig.preset(method, seed=2**63 - 1, fp32_logits=True)
+@pytest.mark.parametrize("config", SAVED, ids=lambda config: config.method)
+def test_a_saved_configuration_is_loaded_again(config: PatchConfig, tmp_path: Path) -> None:
     for path in (tmp_path / "new" / "folder" / "c.json", str(tmp_path / "c.json")):
         config.save(path)
-        assert PatchConfig.load(path) == config
-        assert PatchConfig.load(Path(path)) == config
+        assert PatchConfig.load(path) == PatchConfig.load(Path(path)) == config
+        assert hash(PatchConfig.load(path)) == hash(config)
+    (tmp_path / "c.json").write_text(json.dumps(config.to_dict()), encoding="utf-8-sig")  # as editors mark it
+    assert PatchConfig.load(tmp_path / "c.json") == config
+
+
+def test_files_and_hashes_of_earlier_versions_stay_as_they_are() -> None:
+    said = str(PatchConfig.preset("elfatt-quality").to_dict())
+    assert not any(name in said for name in ("per_layer", "residual_guidance", "attention_dtype"))
+
+
+def test_settings_reach_the_phases_of_layers_too() -> None:
+    config = SAVED[-2].with_settings(block_size=32)
+    assert [phase.block_size for phase in config.all_phases if not phase.exact] == [32]
+    own = PatchConfig("own", (Phase(0.5, "block"),), per_layer=(LayerPhases("a.*", (Phase(1.0, "sampled"),)),))
+    assert own.with_settings(keys=4).for_layer("a.1").phases[0].keys == 4
+    assert own.stretches == (0.5, 1.0)
+    assert [[phase.attention.name for phase in own.at(step, 4).all_phases] for step in (0, 3)] == [
+        ["block", "sampled"],
+        ["sampled"],
+    ]
+    quality = PatchConfig.preset("elfatt-fast", attention_dtype="float16")
+    assert [phase.attention_dtype for phase in quality.phases] == [None, "float16"], "exact steps stay exact"
 
 
 def test_saving_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: Any) -> None:
@@ -230,16 +236,6 @@ def test_saving_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: 
     assert PatchConfig.load(path) == after
 
 
-def test_what_cannot_be_saved_names_the_path(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    bad: list[Any] = [tmp_path, tmp_path / "file" / "c.json", tmp_path / ("x" * 300), "nul\0.json", 3]
-    for path in bad:
-        with pytest.raises(ElfattError, match=r"^config=.* cannot be written \(.+\); give ") as caught:
-            PatchConfig().save(path)
-        assert "\n" not in str(caught.value)
-        assert repr(str(path) if isinstance(path, Path) else path) in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -252,8 +248,8 @@ def test_what_cannot_be_saved_names_the_path(tmp_path: Path) -> None:
         (b"[]", "is not accepted: list is not a configuration; give"),
         (b"3", "is not accepted: int is not a configuration; give"),
         (b"null", "is not accepted: NoneType is not a configuration; give"),
-        (b'{"colour": 1}', "is not accepted: configuration key 'colour' is not known; accepted: method, phases"),
-        (b'{"phases": [{"size": 3}]}', "is not accepted: phase key 'size' is not known; accepted: until"),
+        (b'{"colour": 1}', "is not accepted: key 'colour' is not known; accepted: method, phases"),
+        (b'{"phases": [{"size": 3}]}', "is not accepted: key 'phase.size' is not known; accepted: until"),
         (b'{"phases": {"until": 1}}', "is not accepted: phases={'until': 1}"),
         (b'{"phases": [{"ratio": NaN}]}', "is not accepted: ratio=nan"),
         (b'{"seed": 1.5}', "is not accepted: seed=1.5"),
@@ -269,18 +265,17 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes, says: s
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read_names_its_path(tmp_path: Path) -> None:
-    bad: list[Any] = [tmp_path / "nowhere.json", tmp_path, "nul\0.json", 3]
+@pytest.mark.parametrize(
+    ("call", "what"), [(PatchConfig().save, "written"), (PatchConfig.load, "read")], ids=["save", "load"]
+)
+def test_a_file_that_cannot_be_written_or_read_names_its_path(call: Any, what: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    bad: list[Any] = [tmp_path, tmp_path / "file" / "c.json", tmp_path / ("x" * 300), "nul\0.json", 3]
     for path in bad:
-        with pytest.raises(ElfattError, match=r"^config=.* cannot be read \(.+\); give a file that ") as caught:
-            PatchConfig.load(path)
+        with pytest.raises(ElfattError, match=rf"^config=.* cannot be {what} \(.+\); give ") as caught:
+            call(path)
+        assert "\n" not in str(caught.value)
         assert repr(str(path) if isinstance(path, Path) else path) in str(caught.value)
-
-
-def test_a_file_from_an_editor_that_marks_utf8(tmp_path: Path) -> None:
-    config = PatchConfig.preset("elfatt")
-    (tmp_path / "c.json").write_text(json.dumps(config.to_dict()), encoding="utf-8-sig")
-    assert PatchConfig.load(tmp_path / "c.json") == config
 
 
 @pytest.mark.parametrize(
@@ -297,112 +292,3 @@ def test_a_file_from_an_editor_that_marks_utf8(tmp_path: Path) -> None:
 )
 def test_settings_that_a_method_has_not_are_found(method: str, settings: dict[str, Any], idle: list[str]) -> None:
     assert PatchConfig.preset(method, **settings).without_effect(settings) == idle
-
-
-@pytest.mark.parametrize("method", ["elfatt-fast", "elfatt-quality"])
-def test_a_ratio_is_refused_in_the_words_of_the_method(method: str) -> None:
-    with pytest.raises(ElfattError, match=f"ratio=0.5 is not accepted with method '{method}'.*tome, agent, elfatt"):
-        PatchConfig.preset(method, ratio=0.5)
-    assert PatchConfig.preset(method, ratio=0) == PatchConfig.preset(method)
-
-
-@pytest.mark.parametrize("settings", [{"ratio": 0}, {"active_fraction": 0}])
-def test_a_method_that_is_left_nothing_is_told_so(settings: Any) -> None:
-    config = PatchConfig.preset("tome", **settings)
-    [(name, value)] = settings.items()
-    assert complaints(config) == [f"with {name}={value}, method 'tome' approximates nothing"]
-
-
-COUNT, STEPS = 8, 10
-RIGHT = 31 / 32  # share of the 8 pictures' attributes that are right, untouched
-# Of these 8 pictures: mean PSNR to the untouched ones in dB, `FD-toy` to 256 renders minus the untouched pictures'.
-PINNED = {
-    "sd": (float("inf"), 0.0),
-    "tome": (33.1, 2.1),
-    "agent": (33.9, -0.7),
-    "elfatt": (31.3, 2.0),
-    "elfatt-fast": (35.3, 3.5),
-    "elfatt-quality": (45.3, 1.4),
-}
-# Other versions of PyTorch move some pictures a little. The poor methods below lie far outside.
-BANDS = {"psnr": 1.5, "distance": 6.0, "accuracy": 1.5 / 32}
-POOR = {
-    "64 agents for all heads": (Phase(1.0, "agent", agents=64), {"psnr", "distance", "accuracy"}),
-    "blocks of 32 neighbours": (Phase(1.0, "block", block_order="windows", block_size=32), {"psnr", "distance"}),
-}
-
-
-@pytest.fixture(scope="module")
-def pipeline() -> Any:
-    return elfatt_sd.load_pipeline("toy", device="cpu", dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def untouched(pipeline: Any) -> Tensor:
-    return pictures(pipeline)
-
-
-@pytest.fixture(scope="module")
-def reference() -> Tensor:
-    classifier = load_feature_extractor()
-    return torch.cat([classifier(part) for part in quality.renders(256, quality.REFERENCE_SEED, 256)])
-
-
-def classes() -> list[tuple[str, str, str, str]]:
-    return quality.draw_classes(COUNT, 3)
-
-
-def pictures(pipeline: Any) -> Tensor:
-    prompts = [describe(*labels) for labels in classes()]
-    return torch.cat(
-        list(quality.generate(pipeline, prompts, 40, 4, num_inference_steps=STEPS, guidance_scale=GUIDANCE))
-    )
-
-
-def test_every_preset_is_pinned() -> None:
-    assert set(PINNED) == set(METHODS)
-
-
-@pytest.fixture(scope="module")
-def measure(pipeline: Any, untouched: Tensor, reference: Tensor) -> Callable[[str | PatchConfig], dict[str, float]]:
-    """Return a function that makes the pictures with a method, and gives the three figures."""
-    classifier = load_feature_extractor()
-    before = quality.distance(classifier(untouched), reference)
-
-    def figures(method: str | PatchConfig) -> dict[str, float]:
-        with elfatt_sd.patched(pipeline, method):
-            made = pictures(pipeline)
-        errors = (made.double() - untouched.double()).square().mean((1, 2, 3))
-        hits = quality.predicted(classifier, made) == class_labels(classes())
-        return {
-            "psnr": (10 * torch.log10(255**2 / errors)).mean().item(),
-            "distance": quality.distance(classifier(made), reference) - before,
-            "accuracy": hits.double().mean().item(),
-        }
-
-    return figures
-
-
-def outside(found: dict[str, float], psnr: float, distance: float) -> set[str]:
-    """Name the figures that are off those of a preset by more than their band."""
-    pinned = {"psnr": psnr, "distance": distance, "accuracy": RIGHT}
-    return {name for name, band in BANDS.items() if found[name] != pytest.approx(pinned[name], abs=band)}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_pictures_stay_as_they_were_measured(measure: Any, method: str) -> None:
-    found = measure(method)
-    assert not outside(found, *PINNED[method]), found
-
-
-@pytest.mark.parametrize("name", POOR)
-def test_poor_methods_lie_outside_of_every_band(measure: Any, name: str) -> None:
-    """Else the bands would say nothing; attributes are lost by the worst alone.
-
-    The distance of so few pictures tells these from the presets, not the presets from each other; PSNR tells some of
-    those apart.
-    """
-    phase, figures = POOR[name]
-    found = measure(PatchConfig("poor", (phase,)))
-    for method in METHODS:
-        assert outside(found, *PINNED[method]) == figures, (method, found)

@@ -11,7 +11,7 @@ import torch
 from support import tiny_pipelines as tiny
 
 import elfatt_sd
-from elfatt_sd.config import EXACT, METHODS, PatchConfig, Phase
+from elfatt_sd.config import EXACT, PatchConfig, Phase
 from elfatt_sd.families.shapes import sketch
 from elfatt_sd.methods import Grid
 from elfatt_sd.plans import _fitted, describe, multiply_adds
@@ -33,125 +33,69 @@ def test_a_layer_that_the_estimate_makes_slower_says_so(pipe: Any) -> None:
     assert SLOWER not in str(elfatt_sd.plan(pipe, config, height=128, width=128, agents=64))
 
 
+SAMPLED = Phase(1.0, "sampled", block_size=128)
+
+
 @pytest.mark.parametrize(
-    ("phase", "grid", "what"),
+    ("phase", "grids", "fitted", "what"),
     [
-        (Phase(1.0, "cell_spread", block_order="spread"), (65, 65), "own cell and spread blocks of 169"),
-        (Phase(1.0, "cell_spread", block_order="spread"), (64, 64), "own cell and spread blocks of 128"),
-        (Phase(1.0, "sampled", block_size=128), (16, 16), "128 sampled keys (2 groups)"),
-        (Phase(1.0, "sampled", block_size=128), (8, 8), "64 sampled keys (1 group)"),
-        (Phase(1.0, "sampled", block_size=128), (64, 64), "128 sampled keys (2 groups)"),
-        (Phase(1.0, "sampled", groups=8, lattice=False), (64, 64), "128 sampled keys (8 groups in columns)"),
-        (Phase(1.0, "block", block_size=128), (33, 33), "sequence blocks of 121"),
-        (Phase(1.0, "block", block_size=227), (32, 64), "sequence blocks of 227"),  # the paper's: 227 or 228
-        (Phase(1.0, "block", block_size=128), (8, 8), "sequence blocks of 64"),
+        (SAMPLED, [(16, 16)], "128 sampled keys (2 groups)", "128 sampled keys (2 groups)"),
+        (SAMPLED, [(8, 8)], "64 sampled keys (1 group)", "64 sampled keys (128 asked, 1 group)"),
         (
-            Phase(1.0, "elfatt", ratio=0.5, agents=64),
-            (8, 8),
-            "50% merged (stride 2), 32 agents and sequence blocks of 32",
+            Phase(1.0, "block", block_size=128),
+            [(33, 33)],
+            "sequence blocks of 121",
+            "sequence blocks of 121 (128 asked)",
         ),
-        (Phase(1.0, ratio=0.9), (8, 8), "75% merged (stride 2), softmax attention"),
-        (Phase(1.0, "agent", agent_source="merged"), (8, 8), "agents merged at 75%"),
-        (Phase(1.0, ratio=0.5), (1, 1), "exact attention"),
-    ],
-)
-def test_the_numbers_that_a_grid_gets(phase: Phase, grid: tuple[int, int], what: str) -> None:
-    assert describe(_fitted(phase, Grid.image(*grid))) == what
-
-
-def test_a_plan_shows_what_each_level_gets(pipe: Any) -> None:
-    plan = elfatt_sd.plan(pipe, PatchConfig("x", (Phase(1.0, "sampled", block_size=128),), levels=2))
-    assert {(layer.tokens, layer.reason) for layer in plan.layers if layer.patched} == {
-        (256, "128 sampled keys (2 groups)"),
-        (64, "64 sampled keys (1 group)"),
-    }
-    assert [phase.what for phase in plan.phases] == ["64 to 128 sampled keys (128 asked, 1 to 2 groups)"]
-
-
-def test_each_phase_of_a_layer_is_described(pipe: Any) -> None:
-    reason = elfatt_sd.plan(pipe, "elfatt").layers[0].reason
-    assert reason == (
-        "50% merged (stride 2), 64 agents and sequence blocks of 128, then 50% merged (stride 2), softmax attention"
-    )
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("grid", [(1, 1), (1, 7), (3, 5), (33, 33), (64, 64)])
-def test_every_method_fits_every_grid(method: str, grid: tuple[int, int]) -> None:
-    for phase in PatchConfig.preset(method).phases:
-        fitted = _fitted(phase, Grid.image(*grid))
-        assert describe(_fitted(fitted, Grid.image(*grid))) == describe(fitted)
-        assert multiply_adds(phase, Grid.image(*grid), channels=8) > 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "uses"),
-    [({}, 1), ({"reuse_steps": 4}, 4), ({"reuse_layers": True}, 3), ({"reuse_layers": True, "reuse_steps": 4}, 12)],
-)
-def test_a_shared_matching_costs_each_layer_its_part(pipe: Any, settings: dict[str, Any], uses: int) -> None:
-    [layer, *_] = elfatt_sd.plan(pipe, "tome", **settings).layers
-    similarities = 64 * 192 * 16
-    rest = 4 * 128 * 16**2 + 2 * 128**2 * 16
-    assert layer.multiply_adds_by_phase == (similarities // uses + rest,)
-
-
-def test_steps_share_what_exact_attention_costs() -> None:
-    approximated = Phase(1.0, "sampled", block_size=16, groups=2)
-    corrected = Phase(1.0, "sampled", block_size=16, groups=2, residual_steps=4)
-    plain, exact = multiply_adds(approximated, Grid.image(8, 8), 8), multiply_adds(EXACT, Grid.image(8, 8), 8)
-    assert multiply_adds(corrected, Grid.image(8, 8), 8) == plain + exact // 4
-    assert multiply_adds(Phase(residual_steps=4), Grid.image(8, 8), 8) == exact
-    assert describe(corrected) == "16 sampled keys (2 groups), exact in 1 of 4 steps and corrected in between"
-
-
-def test_agents_that_are_merged_cost_their_matching() -> None:
-    """Also where no token is merged before attention."""
-    agents = Phase(1.0, "agent", agent_source="merged", agent_ratio=0.5)
-    similarities, tokens = 16 * 48 * 8, 64
-    work = similarities + 4 * tokens * 8**2 + 32 * 8**2 + 2 * tokens * 2 * 32 * 8
-    assert multiply_adds(agents, Grid.image(8, 8), 8) == work
-    assert multiply_adds(EXACT, Grid.image(8, 8), 8) == 4 * tokens * 8**2 + 2 * tokens**2 * 8
-
-
-@pytest.mark.parametrize(
-    ("phase", "grids", "what"),
-    [
-        (Phase(1.0, ratio=0.9), [(8, 8)], "75% merged (90% asked, at most 75% with stride 2), softmax attention"),
-        (Phase(1.0, ratio=0.75), [(8, 8)], "75% merged (stride 2), softmax attention"),
+        (Phase(1.0, "block", block_size=227), [(32, 64)], "sequence blocks of 227", "sequence blocks of 227"),  # or 228
         (
-            Phase(1.0, ratio=0.95, stride=4),
+            Phase(1.0, "block", block_size=128),
+            [(8, 8), (33, 33)],
+            "sequence blocks of 64",
+            "sequence blocks of 64 to 121 (128 asked)",
+        ),
+        (
+            Phase(1.0, ratio=0.9),
             [(8, 8)],
-            "94% merged (95% asked, at most 94% with stride 4), softmax attention",
+            "75% merged (stride 2), softmax attention",
+            "75% merged (90% asked, at most 75% with stride 2), softmax attention",
         ),
-        (Phase(1.0, ratio=0.5), [(1, 1)], "0% merged (50% asked, at most 0% with stride 2), softmax attention"),
-        (Phase(1.0, "agent", agents=4096), [(8, 8)], "64 agents (4096 asked)"),
-        (Phase(1.0, "agent", agent_source="merged"), [(8, 8)], "agents merged at 75% (95% asked)"),
-        (Phase(1.0, "block", block_size=128), [(8, 8), (33, 33)], "sequence blocks of 64 to 121 (128 asked)"),
-        (Phase(1.0, "block", block_size=227), [(32, 64)], "sequence blocks of 227"),  # and some of 228
-        (Phase(1.0, "sampled", block_size=128), [(8, 8)], "64 sampled keys (128 asked, 1 group)"),
-        (Phase(1.0, "sampled", block_size=128), [], "128 sampled keys (2 groups)"),
-        (EXACT, [(8, 8)], "exact attention"),
+        (Phase(1.0, "agent", agents=4096), [(8, 8)], "64 agents", "64 agents (4096 asked)"),
+        (
+            Phase(1.0, "agent", agent_source="merged"),
+            [(8, 8)],
+            "agents merged at 75%",
+            "agents merged at 75% (95% asked)",
+        ),
+        (
+            Phase(1.0, ratio=0.5),
+            [(1, 1)],
+            "exact attention",
+            "0% merged (50% asked, at most 0% with stride 2), softmax attention",
+        ),
+        (EXACT, [(8, 8)], "exact attention", "exact attention"),
     ],
 )
-def test_a_phase_says_what_its_grids_cannot_give(phase: Phase, grids: list[tuple[int, int]], what: str) -> None:
+def test_the_numbers_that_a_grid_gets(phase: Phase, grids: list[tuple[int, int]], fitted: str, what: str) -> None:
+    """They are said, and what was asked for beside them where a grid cannot give it."""
+    assert describe(_fitted(phase, Grid.image(*grids[0]))) == fitted
     assert describe(phase, [Grid.image(*grid) for grid in grids]) == what
 
 
-def test_the_phases_of_a_plan_say_what_really_happens(pipe: Any) -> None:
-    [phase] = elfatt_sd.plan(pipe, "tome", ratio=0.9).phases
-    assert phase.what == "75% merged (90% asked, at most 75% with stride 2), softmax attention"
-
-
-def test_blocks_of_the_whole_sequence_are_said_where_they_cost_what_exact_attention_does(pipe: Any) -> None:
-    [phase] = elfatt_sd.plan(pipe, PatchConfig("x", (Phase(1.0, "block", block_size=999),))).phases
-    assert phase.what == "sequence blocks of 256 (999 asked)"
-
-
-def test_equal_layers_are_one_row(pipe: Any) -> None:
-    plan = elfatt_sd.plan(pipe, "tome")
-    assert [(len(group), group[0].tokens) for group in plan.groups()] == [(3, 256), (3, 64), (1, 16)]
-    assert "3 layers of 256 tokens (16x16), 2 heads, in down_blocks.0, up_blocks.2: 50% merged" in str(plan)
-    assert len(plan.to_dict()["layers"]) == len(plan.layers) == 7
+def test_multiply_adds_by_arithmetic() -> None:
+    """Steps share what exact attention costs, calls a matching; agents that are merged have a matching too."""
+    grid, tokens, channels = Grid.image(8, 8), 64, 8
+    exact = 4 * tokens * channels**2 + 2 * tokens**2 * channels
+    assert multiply_adds(EXACT, grid, channels) == multiply_adds(Phase(residual_steps=4), grid, channels) == exact
+    plain, corrected = (Phase(1.0, "sampled", block_size=16, groups=2, residual_steps=steps) for steps in (1, 4))
+    assert multiply_adds(corrected, grid, channels) == multiply_adds(plain, grid, channels) + exact // 4
+    assert describe(corrected) == "16 sampled keys (2 groups), exact in 1 of 4 steps and corrected in between"
+    similarities, merged = 16 * 48 * channels, 4 * 32 * channels**2 + 2 * 32**2 * channels
+    for uses in (1, 4, 12):
+        assert multiply_adds(Phase(1.0, ratio=0.5), grid, channels, uses) == similarities // uses + merged
+    agents = Phase(1.0, "agent", agent_source="merged", agent_ratio=0.5)
+    of_agents = 4 * tokens * channels**2 + 32 * channels**2 + 2 * tokens * 2 * 32 * channels
+    assert multiply_adds(agents, grid, channels) == similarities + of_agents
 
 
 def test_the_whole_call_bounds_the_speed_up_by_arithmetic(pipe: Any) -> None:
@@ -214,11 +158,6 @@ def test_a_patch_that_is_expected_to_slow_down_says_so(pipe: Any, recwarn: pytes
             enter(pipe, "elfatt-quality")
     small, large = (elfatt_sd.plan(pipe, "elfatt-quality", height=side, width=side) for side in (32, 256))
     assert small.slower in str(small) and not large.slower and "slower than untouched" not in str(large)
-
-
-def test_a_controlnet_alone_has_a_plan(pipe: Any) -> None:
-    assert elfatt_sd.plan(tiny.controlnet(pipe.unet), "tome", height=16, width=16).layers
-    assert elfatt_sd.plan(tiny.controlnet(pipe.unet), "tome").height == 64
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from elfatt_sd.measure import Call, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax
 from elfatt_sd.phases import EXACT
 from elfatt_sd.runtime.call import attend
+from elfatt_sd.runtime.exact_run import StandaloneLayer
 from elfatt_sd.runtime.schedule import Position
-from elfatt_sd.runtime.standalone import StandaloneLayer
 
 Move = Callable[[Tensor], Tensor]
 CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5

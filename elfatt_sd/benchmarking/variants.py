@@ -30,7 +30,7 @@ from elfatt_sd.benchmarking.names import (
     differs_by_step,
     is_peer,
 )
-from elfatt_sd.config import METHODS, PatchConfig, method_named, method_names
+from elfatt_sd.config import METHODS, PatchConfig, method_named, method_names, warn_without_effect
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import (
     SelfAttention,
@@ -48,10 +48,9 @@ from elfatt_sd.patch import apply_patch
 from elfatt_sd.peers import PEERS, check_settings, running
 from elfatt_sd.phases import EXACT, Backend
 from elfatt_sd.plans import describe
-from elfatt_sd.runtime.call import STATE, Call
-from elfatt_sd.runtime.choosing import fits, fitted, tell_without_effect
+from elfatt_sd.runtime.call import Call
 from elfatt_sd.runtime.joint_processor import joint_processor_for
-from elfatt_sd.runtime.processor import PatchedLayer
+from elfatt_sd.runtime.layer import STATE, PatchedLayer, fits, fitted
 
 ALL_LEVELS = 100
 STEPS = 50  # of the run that the phases of a method are added up to
@@ -65,7 +64,7 @@ def patched_layers(unet: nn.Module) -> list[PatchedLayer]:
 
 
 def _latest_calls(unet: nn.Module) -> list[Call]:
-    found = {id(layer.denoiser): layer.denoiser.latest for layer in patched_layers(unet)}
+    found = {id(layer.patch): layer.patch.latest for layer in patched_layers(unet)}
     return [call for call in found.values() if call is not None]
 
 
@@ -78,16 +77,16 @@ def repeat_step(unet: nn.Module) -> None:
 @contextmanager
 def repeated_call(unet: nn.Module) -> Iterator[None]:
     """Let `unet.forward` be a part of the latest call: nothing is drawn and no step is looked for."""
-    denoisers = {id(layer.denoiser): layer.denoiser for layer in patched_layers(unet)}.values()
-    for denoiser in denoisers:
-        if denoiser.latest is not None:
-            denoiser.latest.restart()
-            denoiser.enter(denoiser.latest)
+    patches = {id(layer.patch): layer.patch for layer in patched_layers(unet)}.values()
+    for patch in patches:
+        if patch.latest is not None:
+            patch.latest.restart()
+            patch.enter(patch.latest)
     try:
         yield
     finally:
-        for denoiser in denoisers:
-            denoiser.end()
+        for patch in patches:
+            patch.end()
 
 
 def forget_residuals(unet: nn.Module) -> None:
@@ -310,7 +309,7 @@ def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named
     denoisers, levels = {"denoiser": denoiser}, max(1, len(levels_of(find_layers(denoiser))))
     found = [fitted(config, denoisers) for config in configs if named or fits(config, denoisers)]
     for config in found if named else ():
-        tell_without_effect(config)
+        warn_without_effect(config)
     return _once(dataclasses.replace(config, levels=levels) if config.levels > levels else config for config in found)
 
 

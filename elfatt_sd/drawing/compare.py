@@ -22,7 +22,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers
 from elfatt_sd.measure import Spread, Turn, busy, interleave, ratios, times_as_fast
 from elfatt_sd.patch import patched, remove_patch
-from elfatt_sd.runtime.choosing import fits
+from elfatt_sd.runtime.layer import fits
 
 LEAST = 20.0  # dB: unrelated images have 10 to 20
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"

@@ -44,7 +44,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.loading import scheduler_like
 from elfatt_sd.measure import Spread, busy, ratios, times_as_fast
-from elfatt_sd.patch import apply_patch, plan, restored, tell_slower
+from elfatt_sd.patch import apply_patch, plan, restored, warn_if_slower
 
 SCHEDULERS = {
     "ddim": "DDIMScheduler",
@@ -290,7 +290,7 @@ class Studio:
             request = self.request
             apply_patch(self.pipe, request.config, autotune=request.autotune)
             if (request.height or request.width) and not request.autotune:
-                tell_slower(plan(self.pipe, request.config, height=request.height, width=request.width))
+                warn_if_slower(plan(self.pipe, request.config, height=request.height, width=request.width))
             yield
 
     def warm_up(self) -> None:

@@ -34,7 +34,7 @@ from elfatt_sd.families import find_denoisers, step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
 from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios
 from elfatt_sd.runtime.call import rounded
-from elfatt_sd.runtime.choosing import choose_layers
+from elfatt_sd.runtime.layer import choose_layers
 
 WARMUP_STEPS = 5  # enough for every phase of the presets
 STAGES = ("text", "unet", "vae")

@@ -1,1 +1,56 @@
 """A patched run: where each call is, what its layers do, and what is kept from step to step."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+BYPASSED = (
+    "it is called without the hooks of its patched model, by which the step is known; call the model itself, not its "
+    "forward or a part of it, and compile the model or its blocks"
+)
+_ITERATE = "Iterate over scheduler.timesteps in a function that holds the scheduler"
+TEXTS = {
+    "slower": "{method} is {slower}.",
+    "left alone": "{count} layers are left alone, the first is {first}: {why}.{advice}",
+    "other model": (
+        "the {name} of this {pipe} came into it after apply_patch, and has no patch; call apply_patch again."
+    ),
+    "autotune": "with autotune, {layer} is {decision}.",
+    "bypassed": f"{{layer}} stays exact: {BYPASSED}.",
+    "copied": (
+        "the weights of a patched model are copied into another one, as AnimateDiffPipeline.from_pipe and "
+        "ControlNetModel.from_unet do; the copy has no patch. Call apply_patch on the pipeline that it is in."
+    ),
+    "displaced": (
+        "{count} patched layers now have another attention processor ({classes}), the first is {first}; it is left "
+        "there, and they are not accelerated. If your code set it, call apply_patch again afterwards; if the pipeline "
+        "sets it in every call, as with perturbed-attention guidance, only the others can be accelerated."
+    ),
+    "idle": (
+        "{method} approximates no step of this run, which begins with step {first} of {steps}; give more steps, or "
+        "settings that approximate in these, such as active_fraction=1 or residual_steps=1."
+    ),
+    "no grid": "the image tokens of this call are not a grid of rows and columns; they stay exact.",
+    "no schedule": (
+        "{method} adds in one step what it measured in another, and these calls are on no schedule: they are exact. "
+        f"{_ITERATE}, or give residual_steps=1."
+    ),
+    "noise level": (
+        "these calls are on no schedule of a scheduler that the calling functions hold; the phase of each is that of "
+        f"its noise level, which is not its step where the schedule is shifted. {_ITERATE}."
+    ),
+    "other unit": (
+        "the timestep of this call is on no schedule and in a unit that is not known (a noise level?), so that its "
+        "attention is exact; iterate over a tensor of all timesteps, such as scheduler.timesteps."
+    ),
+    "nothing merged": (
+        "no token of {grids} can be merged by {method}, whose attention is exact there; give a larger ratio, a smaller "
+        "stride, or a larger image."
+    ),
+    "stays exact": "{count} of {expected} patched layers stay exact, the first is {first}: {why}. {cause}",
+}
+
+
+def warn(kind: str, **values: Any) -> None:
+    warnings.warn(f"elfatt-sd: {TEXTS[kind].format(**values)}", stacklevel=3)

@@ -37,8 +37,9 @@ from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.runtime.call import Call, LayerCall
 from elfatt_sd.runtime.joint_processor import attention_alone
+from elfatt_sd.runtime.layer import PatchedLayer
 from elfatt_sd.runtime.memory import AT_ONCE
-from elfatt_sd.runtime.processor import PatchedLayer, approximate
+from elfatt_sd.runtime.processor import approximate
 
 ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
 _IN_A_ROW = 10
@@ -48,8 +49,6 @@ CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Whether a phase pays in a layer."""
-
     # median over the rounds of time with the approximation by time untouched; nan where nothing was measured
     ratio: float = math.nan
     low: float = math.nan  # lower bound of the median, with about 95 % confidence
@@ -112,20 +111,16 @@ _decisions = functools.cache(Decisions)  # a plan and the patch after it decide 
 
 
 class Tuner:
-    """Decides for the layers of one denoiser."""
-
     def __init__(self, denoiser: nn.Module) -> None:
         self.compiling = False  # whether a call comes from torch.compile, wherever that was applied
         self._denoiser = denoiser
         self._decisions = _decisions(cache_folder() / "autotune.json")
-        self._warned = False
         self._keys: dict[object, str] = {}  # by all that can change from call to call
 
     def pays(self, state: LayerCall, phase: Phase, sample: Tensor) -> bool:
         decision = self.decide(state, phase, sample)
-        if decision.obstacle and not self._warned:
-            self._warned = True
-            warnings.warn(f"elfatt-sd: with autotune, {state.layer.name} is {decision}.", stacklevel=2)
+        if decision.obstacle:
+            state.patched.patch.warn("autotune", layer=state.layer.name, decision=decision)
         return decision.pays
 
     def decide(self, state: LayerCall, phase: Phase, sample: Tensor) -> Decision:
@@ -147,7 +142,7 @@ class Tuner:
     def _key(self, state: LayerCall, phase: Phase, sample: Tensor) -> str:
         kind = sample.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        where = state.index, state.grid, state.original, state.fused, phase
+        where = state.index, state.grid, state.patched.original, state.patched.fused, phase
         given = sample.shape, sample.dtype, sample.device, autocast, torch.get_num_threads(), _copies(state, phase)
         if (where, given) not in self._keys:
             self._keys[where, given] = decision_key(state, phase, sample)
@@ -156,83 +151,66 @@ class Tuner:
     def _measure(self, state: LayerCall, phase: Phase, sample: Tensor) -> Decision:
         if sample.device.type == "meta":
             return _NO_WEIGHTS
-        if state.layer.joint:
-            return self._measure_joint(state, phase, sample)
-        attention: Any = state.layer.attention
-        hook: Any = getattr(self._denoiser, "_hf_hook", None)
-        if hook is not None:  # accelerate keeps the weights elsewhere until the call
-            hook.pre_forward(self._denoiser)
-        brought = any(hasattr(attention.to_q, name) for name in ("_hf_hook", "_diffusers_hook"))  # for each call of it
-        if attention.to_q.weight.device != sample.device and not brought:
-            return _OFFLOADED
-        size = (_batch(sample), state.grid.tokens, attention.query_dim)
-        tokens = standard_normal(size, torch.Generator().manual_seed(0)).to(sample)
-        block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens
-        twin = copy.copy(state)
-        given = state.layer.projections(attention, tokens, fused=state.fused)
+        if state.layer.joint and phase.merge.ratio:
+            return _MERGED
+        twin, uses = copy.copy(state), 1
         twin.call = Call(state.call.config)  # so that the matchings of the real call stay
-        begin = _beginning(twin, phase, sample.device)
-
-        def untouched() -> None:
-            if twin.call.config.attention_backend == "auto":
-                state.exact(attention, tokens)
-            else:
-                approximate(given, twin, EXACT, given.tokens)
+        if state.layer.joint:  # projections are the same with and without the patch
+            exact, approximated = attention_alone(twin, sample)
+        else:
+            hook: Any = getattr(self._denoiser, "_hf_hook", None)
+            if hook is not None:  # accelerate keeps the weights elsewhere until the call
+                hook.pre_forward(self._denoiser)
+            query: Any = state.layer.attention.to_q
+            brought = any(hasattr(query, name) for name in ("_hf_hook", "_diffusers_hook"))  # for each call of it
+            if query.weight.device != sample.device and not brought:
+                return _OFFLOADED
+            exact, approximated = _layer_alone(twin, phase, sample)
+            uses = _uses(state, phase)
+        kept = twin.begin(phase, 0, sample.device) and sample.device.type not in AT_ONCE
 
         def reusing() -> None:
-            begin()
-            twin.block_input = block_input
-            approximate(given, twin, phase, given.tokens)
+            if kept:  # what is drawn is there already; see `RunDraws`
+                twin.candidates = None
+            else:
+                twin.begin(phase, 0, sample.device)
+            approximated()
 
         def matching() -> None:
             twin.call.matchings.clear()
             reusing()
 
-        uses = _uses(state, phase)
         calls = [(matching, 1 / uses)]
         if uses > 1:
             calls.append((reusing, 1 - 1 / uses))
         if phase.residual_steps > 1:
-            calls.append((untouched, _exact_share(state, phase)))
-        return measure(untouched, calls, sample.device)
-
-    def _measure_joint(self, state: LayerCall, phase: Phase, sample: Tensor) -> Decision:
-        """Time the attention alone: projections are the same with and without the patch."""
-        if phase.merge.ratio:
-            return _MERGED
-        twin = copy.copy(state)
-        twin.call = Call(state.call.config)
-        exact, approximation = attention_alone(twin, sample)
-        begin = _beginning(twin, phase, sample.device)
-
-        def approximated() -> None:
-            begin()
-            approximation()
-
-        calls = [(approximated, 1.0)]
-        if phase.residual_steps > 1:
-            calls.append((exact, _exact_share(state, phase)))
+            calls.append((exact, 1 / phase.residual_steps / _copies(state, phase)))
         return measure(exact, calls, sample.device)
 
 
-def _exact_share(state: LayerCall, phase: Phase) -> float:
-    return 1 / phase.residual_steps / _copies(state, phase)
+def _layer_alone(state: LayerCall, phase: Phase, sample: Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return what a layer computes untouched, and by its approximation, on random tokens."""
+    attention: Any = state.layer.attention
+    size = (_batch(sample), state.grid.tokens, attention.query_dim)
+    tokens = standard_normal(size, torch.Generator().manual_seed(0)).to(sample)
+    block_input = tokens.mT.contiguous().mT if state.layer.channels_first else tokens
+    given = state.layer.projections(attention, tokens, fused=state.patched.fused)
+
+    def untouched() -> None:
+        if state.call.config.attention_backend == "auto":
+            state.exact(attention, tokens)
+        else:
+            approximate(given, state, EXACT, given.tokens)
+
+    def approximated() -> None:
+        state.block_input = block_input
+        approximate(given, state, phase, given.tokens)
+
+    return untouched, approximated
 
 
 def _copies(state: LayerCall, phase: Phase) -> int:
     return state.call.copies if phase.shares_guidance else 1
-
-
-def _beginning(state: LayerCall, phase: Phase, device: torch.device) -> Callable[[], None]:
-    kept = state.begin(phase, 0, device) and device.type not in AT_ONCE
-
-    def begin() -> None:
-        if kept:  # what is drawn is there already; see `ahead`
-            state.candidates = None
-        else:
-            state.begin(phase, 0, device)
-
-    return begin
 
 
 def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase, Decision]:
@@ -242,7 +220,7 @@ def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase
     module = unwrap(denoiser)
     sample = family_of(module).call(module, (), family_of(module).arguments(module, size, 2, fill)).sample
     tuner, decisions = Tuner(denoiser), {}
-    state = LayerCall(layer, Call(layer.denoiser.config), layer.layer.grid(size))
+    state = LayerCall(layer, Call(layer.patch.config), layer.layer.grid(size))
     state.call.copies = len(sample)
     for phase in layer.config.phases:
         if not phase.exact:
@@ -252,7 +230,6 @@ def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase
 
 
 def matching_uses(config: PatchConfig, layer: SelfAttention, layers: Iterable[SelfAttention]) -> int:
-    """Return how many calls of layers share one matching, by `reuse_layers` and `reuse_steps`."""
     alike = sum(other.downsample == layer.downsample for other in layers) if config.reuse_layers else 1
     return max(alike, 1) * config.reuse_steps
 
@@ -270,9 +247,10 @@ def decision_key(state: LayerCall, phase: Phase, sample: Tensor) -> str:
     dtype = str(sample.dtype)
     if torch.is_autocast_enabled(device.type):
         dtype += f" under autocast to {torch.get_autocast_dtype(device.type)}"
-    exact = type(state.original).__qualname__ + ", fused projections" * state.fused
+    exact = type(state.patched.original).__qualname__ + ", fused projections" * state.patched.fused
     versions = f"torch {torch.__version__}, diffusers {diffusers.__version__}, elfatt-sd {elfatt_sd.__version__}"
-    parts = [_device_key(device), versions, f"{shape}, {attention.heads} heads, {dtype}", exact]
+    name = device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} of {device_name(device)}"
+    parts = [name, versions, f"{shape}, {attention.heads} heads, {dtype}", exact]
     return "; ".join([*parts, f"{phase.attention.name} {digest}"])
 
 
@@ -292,21 +270,13 @@ def measure(
                 warnings.warn(text, stacklevel=2)
             if index >= WARM_UP:
                 ratios.append(after / before)
-                decision = _decide(ratios)
-                if _is_clear(ratios) or (len(ratios) >= ROUNDS and decision.settled):
+                ranked = sorted(ratios)
+                cut = max(0, int(len(ranked) / 2 - math.sqrt(len(ranked))))
+                decision = Decision(statistics.median(ranked), ranked[cut], ranked[-1 - cut])
+                clear = len(ranked) >= CLEAR[0] and (ranked[-1] < 1 / CLEAR[1] or ranked[0] > CLEAR[1])
+                if clear or (len(ranked) >= ROUNDS and decision.settled):
                     break
     return decision
-
-
-def _decide(ratios: list[float]) -> Decision:
-    ranked = sorted(ratios)
-    cut = max(0, int(len(ranked) / 2 - math.sqrt(len(ranked))))
-    return Decision(statistics.median(ranked), ranked[cut], ranked[-1 - cut])
-
-
-def _is_clear(ratios: list[float]) -> bool:
-    rounds, factor = CLEAR
-    return len(ratios) >= rounds and (max(ratios) < 1 / factor or min(ratios) > factor)
 
 
 def _seconds(function: Any, device: torch.device) -> float:
@@ -319,7 +289,7 @@ def _batch(sample: Tensor) -> int:
 
 
 def _uses(state: LayerCall, phase: Phase) -> int:
-    layers = (other.layer for other in state.patched.denoiser.layers)
+    layers = (other.layer for other in state.patched.patch.layers)
     return matching_uses(state.call.config, state.layer, layers) if phase.matches else 1
 
 
@@ -332,7 +302,3 @@ def _execution_device(denoiser: Any) -> torch.device:
     hooks = (getattr(module, "_hf_hook", None) for module in denoiser.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
     return torch.device(next((device for device in devices if device is not None), denoiser.device))
-
-
-def _device_key(device: torch.device) -> str:
-    return device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} of {device_name(device)}"

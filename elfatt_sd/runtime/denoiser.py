@@ -1,14 +1,13 @@
-"""A method installed in one denoiser: its hooks, its warnings, and the beginning of a call."""
+"""A method installed in one denoiser: its hooks, its layers, its calls by thread, and what a user is warned of."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import types
-import warnings
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,117 +17,36 @@ from torch import nn
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import in_optimized_module, refuse_tracing
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import (
-    Given,
-    family_of,
-    find_denoisers,
-    unwrap,
-)
+from elfatt_sd.families import Given, family_of, find_denoisers, unwrap
 from elfatt_sd.families.joint import forget_read
-from elfatt_sd.phases import EXACT
+from elfatt_sd.methods import Grid
+from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.runtime import warn
 from elfatt_sd.runtime.autotune import Tuner
-from elfatt_sd.runtime.call import Call, Denoiser, leaves, recomputed_part
-from elfatt_sd.runtime.choosing import Layers, patched_layers
-from elfatt_sd.runtime.processor import PatchedLayer
+from elfatt_sd.runtime.call import Call, LayerCall, Repeats, leaves
+from elfatt_sd.runtime.joint_processor import joint_processor_for
+from elfatt_sd.runtime.layer import (
+    Layers,
+    PatchedLayer,
+    device_of,
+    device_of_weights,
+    likely_cause,
+    modules_around,
+    recomputed_part,
+    refuse_context_parallel,
+    skips_calls,
+)
+from elfatt_sd.runtime.memory import AT_ONCE, ByPlace, RunDraws, check_differences, kept_bytes
+from elfatt_sd.runtime.processor import processor_for
 from elfatt_sd.runtime.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, unknown_position
-from elfatt_sd.runtime.surroundings import likely_cause, modules_around, refuse_context_parallel, skips_calls
 
-_ITERATE = "Iterate over scheduler.timesteps in a function that holds the scheduler"
-
-
-class Notices:
-    """The warnings of one patched denoiser."""
-
-    def __init__(
-        self, config: PatchConfig, module: nn.Module, around: Sequence[nn.Module], layers: Sequence[PatchedLayer]
-    ) -> None:
-        self._config = config
-        self._module = module
-        self._around = around
-        self._layers = layers
-        self._told: set[str] = set()
-
-    def tell(self, what: str, message: str) -> None:
-        """Warn, once for each kind of message."""
-        if what not in self._told:
-            self._told.add(what)
-            warnings.warn(f"elfatt-sd: {message}", stacklevel=2)
-
-    def warn_if_displaced(self) -> None:
-        """Say which layers have got another processor since."""
-        others = {
-            layer.layer.name: type(layer.layer.attention.processor).__name__
-            for layer in self._layers
-            if not layer.installed
-        }
-        if others:
-            self.tell(
-                "displaced",
-                f"{len(others)} patched layers now have another attention processor "
-                f"({', '.join(sorted(set(others.values())))}), the first is {next(iter(others))}; it is left there, "
-                "and they are not accelerated. If your code set it, call apply_patch again afterwards; if the pipeline "
-                "sets it in every call, as with perturbed-attention guidance, only the others can be accelerated.",
-            )
-
-    def warn_if_idle(self, position: Position, run: Run) -> None:
-        """Say at the first call of a run that none of its steps will be approximated, or that it is on no schedule."""
-        config = self._config
-        if all(phase.exact for phase in config.all_phases):
-            return
-        if not position.scheduled:
-            if any(phase.residual_steps > 1 for phase in config.all_phases):
-                self.tell(
-                    "no schedule",
-                    f"{config.method} adds in one step what it measured in another, and these calls are on no "
-                    f"schedule: they are exact. {_ITERATE}, or give residual_steps=1.",
-                )
-            elif position not in (ANYWHERE, BEYOND) and not torch.is_grad_enabled() and self._layers[0].layer.joint:
-                self.tell(
-                    "no schedule",
-                    "these calls are on no schedule of a scheduler that the calling functions hold; the phase of each "
-                    f"is that of its noise level, which is not its step where the schedule is shifted. {_ITERATE}.",
-                )
-            return
-        if position.step == run.first and not config.approximates(position.step, position.steps):
-            which = f"a run of {position.steps} step{'s' * (position.steps > 1)}"
-            if position.step:
-                which = f"this run, which begins with step {position.step + 1} of {position.steps}"
-            self.tell(
-                "idle",
-                f"{config.method} approximates no step of {which}; give more steps, or settings that approximate in "
-                "these, such as active_fraction=1 or residual_steps=1.",
-            )
-
-    def compare_with_plan(self, call: Call) -> None:
-        """Say which layers of the first call that should approximate them did not do it."""
-        expected = [state for state in call.states.values() if not state.phase.exact and state.patched.installed]
-        grids = {str(state.grid) for state in expected if state.merges_nothing}
-        if grids:
-            self.tell(
-                "nothing merged",
-                f"no token of {', '.join(sorted(grids))} can be merged by {self._config.method}, whose attention is "
-                "exact there; give a larger ratio, a smaller stride, or a larger image.",
-            )
-        wrong = {state.layer.name: state.outcome for state in expected if state.outcome not in ("done", "")}
-        skipped = [state.layer.name for state in expected if not state.outcome]
-        whole = call.last or not call.scheduled or len(skipped) == len(expected)
-        if skipped and whole and not call.given.partial and not skips_calls(self._around):
-            wrong |= dict.fromkeys(skipped, "its attention processor was never called")
-        if wrong:
-            name, why = next(iter(wrong.items()))
-            self.tell(
-                "not approximated",
-                f"{len(wrong)} of {len(expected)} patched layers stay exact, the first is {name}: {why}. "
-                f"{likely_cause(self._module, self._around)}",
-            )
-
-
+PATCH = "elfatt_patch"  # attribute of a patched UNet, transformer or ControlNet
+OWNER = "elfatt_owner"  # of a pipeline, whose models may be exchanged
+KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bounds the memory of calls without a schedule
 _OUTSIDE = (
     "elfatt-sd finds the step of a call in Python, before compiled code: give torch.compile(fullgraph=True) the model "
     "itself, and not a function that calls it"
 )
-PATCH = "elfatt_patch"  # attribute of a patched UNet or ControlNet
-OWNER = "elfatt_owner"  # of a pipeline, whose models may be exchanged
 
 
 class Owner:
@@ -139,8 +57,8 @@ class Owner:
 
     def __init__(self, target: Any = None) -> None:
         self.target = None if target is None else weakref.ref(target)
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __deepcopy__(self, copied: dict[int, Any]) -> Owner:
         return Owner(copied.get(id(self.target and self.target())))
@@ -148,18 +66,12 @@ class Owner:
     def __reduce__(self) -> tuple[Any, ...]:
         return Owner, ()
 
-    def add(self, module: nn.Module) -> None:
-        """Keep a module, weakly."""
-        self._modules.add(module)
-
     @property
     def patches(self) -> list[Patch]:
-        """The patches that are in place."""
-        found = [vars(module).get(PATCH) for module in self._modules]
+        found = [vars(module).get(PATCH) for module in self.modules]
         return [patch for patch in found if patch is not None and patch.owner is self]
 
-    def tell_of_others(self, caller: nn.Module | None = None) -> None:
-        """Warn of models that came into the pipeline since, as far as they have no patch."""
+    def warn_of_others(self, caller: nn.Module | None = None) -> None:
         target, others = self.target and self.target(), {}
         if target is None or not self.patches:
             return
@@ -168,203 +80,310 @@ class Owner:
         if caller is not None and caller not in others.values():
             return
         for name, module in others.items():
-            if not (module in self._modules or module in self._told or hasattr(module, PATCH)):
-                self._told.add(module)
-                warnings.warn(
-                    f"elfatt-sd: the {name} of this {type(target).__name__} came into it after apply_patch, and has no "
-                    "patch; call apply_patch again.",
-                    stacklevel=3,
-                )
+            if not (module in self.modules or module in self._warned or hasattr(module, PATCH)):
+                self._warned.add(module)
+                warn("other model", name=name, pipe=type(target).__name__)
 
 
 class Patch:
-    """A method installed in one UNet or ControlNet."""
+    """A method installed in one UNet, transformer or ControlNet."""
 
     def __init__(
         self,
         config: PatchConfig,
-        autotune: bool,
-        taken_over: tuple[str, ...],
-        schedule: Schedule,
-        denoiser: nn.Module,
         layers: Layers,
-        owner: Owner,
+        denoiser: nn.Module | None = None,  # None where layers stand alone
+        schedule: Schedule | None = None,
+        owner: Owner | None = None,
+        autotune: bool = False,
+        take_over: tuple[str, ...] = (),
     ) -> None:
-        self.config = config
-        self.owner = owner
-        self.autotune = autotune
-        self.taken_over = taken_over
-        self._schedule = schedule
-        self._layers = layers
-        self._module = unwrap(denoiser)
-        self._family = family_of(self._module)
-        self._tuner = Tuner(self._module) if autotune else None
-        self._shared = Denoiser(config, None if self._tuner is None else self._tuner.pays)
-        self._shared.layers = patched_layers(self._shared, layers, taken_over)
-        self._handles: list[Any] = []
-        self._around = modules_around(self._module, [layer.layer.name for layer in self._shared.layers])
-        for layer in self._shared.layers:
-            layer.parts += reversed(modules_around(self._module, [layer.layer.name])[:-1])
-        self._notices = Notices(config, self._module, self._around, self._shared.layers)
-        self._forward: _Forward | None = None
+        self.config, self.owner, self.take_over = config, owner or Owner(), take_over
+        self.schedule = schedule or Schedule(lambda: None)
+        self._module: Any = None if denoiser is None else unwrap(denoiser)
+        self._made = config, layers, self._module, self.schedule, self.owner, autotune, take_over
+        self._tuner = Tuner(unwrap(denoiser)) if autotune and denoiser is not None else None
+        self.pays = None if self._tuner is None else self._tuner.pays  # whether a phase pays in a layer; None: it does
+        numbered = enumerate(layers.found)
+        self.layers = [PatchedLayer(layer, index, self) for index, layer in numbered if layer in layers.chosen]
+        self.grids: dict[tuple[int, Grid], Grid] = {}  # measured, by layer and grid of the input
+        self.latest: Call | None = None  # of any thread
+        self._calls: dict[int, Call] = {}  # that go on, by thread
+        self.repeats = Repeats()
         self._direct: dict[int, dict[str, Any]] = {}  # by thread: what a call of `forward` was given, so far
+        self._warned: set[str] = set()
+        self._handles: list[Any] = []
+        self._forward: _Forward | None = None
+        self._around: list[nn.Module] = []
+        if self._module is not None:
+            self._family = family_of(self._module)
+            self._around = modules_around(self._module, [layer.layer.name for layer in self.layers])
+            for layer in self.layers:
+                layer.parts += reversed(modules_around(self._module, [layer.layer.name])[:-1])
 
-    @property
-    def layers(self) -> list[PatchedLayer]:
-        """The patched layers."""
-        return self._shared.layers
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "latest": None, "_calls": {}, "repeats": Repeats(), "_direct": {}}
 
-    @property
-    def steps(self) -> int:
-        """Calls of the denoiser in the run that goes on in this thread; 0 where none does."""
-        return self._schedule.run.steps
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.owner.modules.add(self._module)
+
+    def warn(self, kind: str, **values: Any) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warn(kind, method=self.config.method, **values)
 
     def renew(self) -> None:
         """Install its like after it was removed, unless somebody has patched the module meanwhile."""
         if not hasattr(self._module, PATCH):
-            made = self.config, self.autotune, self.taken_over, self._schedule, self._module, self._layers, self.owner
-            Patch(*made).install()
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.owner.add(self._module)
+            Patch(*self._made).install()
 
     def install(self) -> None:
-        """Put it into the module."""
-        for layer in self._shared.layers:
+        for layer in self.layers:
             layer.install()
             if layer.layer.norm is not None:
                 self._handles.append(layer.layer.norm.register_forward_pre_hook(layer.keep_block_input))
-            if layer.layer.transformer is not None:
-                hook = layer.before_transformer
-                self._handles.append(layer.layer.transformer.register_forward_pre_hook(hook, with_kwargs=True))
+            if (around := layer.layer.transformer) is not None:
+                self._handles.append(around.register_forward_pre_hook(layer.before_transformer, with_kwargs=True))
         for part in self._around[1:]:
-            self._handles.append(part.register_forward_pre_hook(self._shared.before_part, with_kwargs=True))
-        module: Any = self._module
+            self._handles.append(part.register_forward_pre_hook(self._before_part, with_kwargs=True))
+        module = self._module
         self._handles += [
-            module.register_forward_pre_hook(self._before_call, with_kwargs=True),
-            module.register_forward_hook(self._after_call, always_call=True),
+            module.register_forward_pre_hook(self.before_call, with_kwargs=True),
+            module.register_forward_hook(self.after_call, always_call=True),
         ]
         entrances = self._family.entrances(module)
         for what, entrance in entrances if len(entrances) > 1 else ():
             last = entrance is entrances[-1][1]
-            hook = functools.partial(self._before_entrance, what, last)
-            self._handles.append(entrance.register_forward_pre_hook(hook))
+            before = functools.partial(self._before_entrance, what, last)
+            self._handles.append(entrance.register_forward_pre_hook(before))
         if not entrances:
-            module.forward = self._forward = _Forward(self)
-        stem: Any = dict(entrances).get("sample")
-        if stem is not None:
-            self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))
+            module.forward = self._forward = _Forward(self, module)
+        stems: Any = dict(entrances)
+        if "sample" in stems:
+            self._handles.append(stems["sample"].register_state_dict_pre_hook(self._before_copy))
         setattr(module, PATCH, self)
-        self.owner.add(module)
+        self.owner.modules.add(module)
 
     def remove(self) -> None:
-        """Take it out of the module."""
         for handle in self._handles:
             handle.remove()
-        for layer in self._shared.layers:
+        for layer in self.layers:
             layer.remove()
         if self._forward is not None:
             self._forward.put_back()
         delattr(self._module, PATCH)
 
+    @staticmethod
+    def processor_of(layer: PatchedLayer) -> Any:
+        return joint_processor_for(layer.original) if layer.layer.joint else processor_for(layer.accepted)()
+
+    @property
+    def call(self) -> Call | None:
+        return self._calls.get(threading.get_ident())
+
+    @property
+    def threads(self) -> int:
+        return len(self._calls)
+
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
-    def _before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the UNet: find the step and tell the layers."""
+    def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the denoiser: find the step and prepare the layers."""
         refuse_context_parallel(self._module)  # before the first step, which may well be exact
         self._direct.pop(threading.get_ident(), None)
         given = self._family.call(self._module, args, kwargs)
-        self._begin(replace(given, differentiated=_differentiated(args, kwargs)), args, kwargs)
-        if self._shared.call is not None:
-            self._shared.call.module = module
+        self._find_step(replace(given, differentiated=_differentiated(args, kwargs)), args, kwargs)
+        if self.call is not None:
+            self.call.module = module
 
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
-    def _after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook of the UNet, also after an exception."""
-        call = self._shared.end()
+    def after_call(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Forward hook of the denoiser, also after an exception."""
+        call = self.end()
         if call is not None and output is not None:
-            self._notices.compare_with_plan(call)
+            self._warn_of_exact_layers(call)
             if call.last or not call.scheduled:
                 forget_read()
             if self._is_compiled():
-                call.memory.own(call)
+                call.memory.own([call.matchings, *(state.residuals for state in call.states.values())])
 
     def _before_entrance(self, what: str, last: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Forward pre-hook of what is given sample and timestep: begin a call of `forward`, which has no hooks."""
         if torch.compiler.is_compiling():
             return
-        thread, call = threading.get_ident(), self._shared.call
+        thread, call = threading.get_ident(), self.call
         if last:
             given = self._direct.pop(thread, {})
             if given:
                 given.setdefault(what, args[0])
                 latent = Given.latent(given["sample"], given["timestep"])
-                self._begin(replace(latent, differentiated=_differentiated(given)), given["sample"])
-            if self._shared.call is not None:
-                self._shared.call.entered = True
+                self._find_step(replace(latent, differentiated=_differentiated(given)), given["sample"])
+            if self.call is not None:
+                self.call.entered = True
         elif call is None or call.entered:
             self._direct.setdefault(thread, {}).setdefault(what, args[0])  # a second one is of class labels
 
     def _before_copy(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Pre-hook of the state of the first convolution alone, which is asked for to build another model of it."""
         if not prefix:
-            self._notices.tell(
-                "copied",
-                "the weights of a patched model are copied into another one, as AnimateDiffPipeline.from_pipe and "
-                "ControlNetModel.from_unet do; the copy has no patch. Call apply_patch on the pipeline that it is in.",
-            )
+            self.warn("copied")
 
-    def _begin(self, given: Given, *inputs: Any) -> None:
-        """Find the step of a call and tell the layers; by its inputs, a checkpoint around the model finds it again."""
-        sample, timestep = given.sample, given.timestep
-        refuse_tracing(sample.device)
+    def _before_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the modules around the layers: a checkpoint hands a part what the call handed it."""
+        if torch.compiler.is_compiling():
+            return
+        part = recomputed_part()
+        if self.call is None and part is not None:
+            self.repeats.begin_part(part, args, kwargs)
+        call = self.call or self.repeats.call
+        if call is not None and call.repeats:
+            self.repeats.remember(call, args, kwargs)  # also of a part within a part that is computed once more
+
+    def _find_step(self, given: Given, *inputs: Any) -> None:
+        """Find the step of a call and begin it; by its inputs, a checkpoint around the model finds it again."""
+        refuse_tracing(given.sample.device)
         compiled = self._is_compiled()
-        if compiled and self._shared.threads and self._shared.call is None:
+        if compiled and self.threads and self.call is None:
             raise ElfattError(
                 "two threads call a compiled and patched model at once, and compiled code cannot tell them apart; let "
                 "them call one after the other, give each a copy of the model, or leave it uncompiled."
             )
-        call = self._shared.recall(*inputs) if recomputed_part() is not None else None
+        call = self.repeats.recall(*inputs) if recomputed_part() is not None else None
         if call is not None:  # a checkpoint around the whole model
             call.restart()
-            self._shared.enter(call)
+            self.enter(call)
             return
         if self._tuner is not None:
             self._tuner.compiling = compiled
-        position = self._schedule.locate(timestep, given.unit)
-        if not self._needs_steps and not (position is not None and position.scheduled):
-            position = ANYWHERE
+        position, phases = self.schedule.locate(given.timestep, given.unit), self.config.all_phases
+        if position is None or not position.scheduled:
+            keeps = self.config.reuse_steps > 1 or any(phase.residual_steps > 1 for phase in phases)
+            if not keeps and self.config.stretches == (1.0,):
+                position = ANYWHERE
         if position is None:
             raise unknown_position(len(self.config.stretches))
         if position == BEYOND:
-            self._notices.tell(
-                "other unit",
-                "the timestep of this call is on no schedule and in a unit that is not known (a noise level?), so that "
-                "its attention is exact; iterate over a tensor of all timesteps, such as scheduler.timesteps.",
-            )
+            self.warn("other unit")
         if not given.grid.tokens:
-            self._notices.tell(
-                "no grid", "the image tokens of this call are not a grid of rows and columns; they stay exact."
-            )
-        run = self._schedule.run if position.scheduled else Run()
-        self._notices.warn_if_displaced()
-        self._notices.warn_if_idle(position, run)
+            self.warn("no grid")
+        run = self.schedule.run if position.scheduled else Run()
+        self._warn_of_idle_run(position, run)
         if not position.scheduled or position.step == run.first:
-            self.owner.tell_of_others(self._module)
+            self.owner.warn_of_others(self._module)
         if compiled:
             self._allow_recompiling()
-        self._shared.begin(position, run, replace(given, compiled=compiled))
-        call = self._shared.call
+        self.begin(position, run, replace(given, compiled=compiled))
+        call = self.call
         if call is not None and given.differentiated:
             call.repeats = True
-            self._shared.forget_expired()
-            self._shared.remember(call, *inputs)
+            self.repeats.forget_expired()
+            self.repeats.remember(call, *inputs)
 
-    @property
-    def _needs_steps(self) -> bool:
-        phases = self.config.all_phases
-        keeps = self.config.reuse_steps > 1 or any(phase.residual_steps > 1 for phase in phases)
-        return keeps or self.config.stretches != (1.0,)
+    def begin(self, position: Position, run: Run, given: Given) -> None:
+        """Prepare the layers for a call: phase, grids, and what is drawn at random.
+
+        A step may take several calls: with the prompt and without, or one for each view of a panorama. What a call
+        keeps is for the calls of later steps that have the same place among those of their step, and the same shape.
+        """
+        config, step, sample = self.config, position.step, given.sample
+        phases = self._phases(step, position.steps)
+        call = Call(config, step, phases)
+        shape = tuple(map(int, sample.shape))
+        call.memory = memory = run.kept.setdefault(self, call.memory)
+        place = memory.place(step, shape)
+        call.place = place[0]
+        call.copies, first = memory.same_latents(place, sample) if config.shares_guidance else (1, place)
+        call.scheduled = position.scheduled
+        kept = position.scheduled and place[0] < KEPT_CALLS
+        call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
+        call.last = 1 < position.steps == step + 1
+        call.given = replace(given, timestep=None)  # a view of the schedule, which would keep its run
+        draws = self._run_draws(call, position, run)
+        if draws is not None:
+            draws.fill(step)
+        for layer in self.layers:
+            state = call.states[layer.index] = LayerCall(layer, call)
+            if draws is not None and layer.index in draws.prepared:
+                state.grid, state.phase, state.split, state.prepared = draws.prepared[layer.index]
+            else:
+                self._begin_layer(state, draws)
+            phase = phases[layer.index]
+            if phase.residual_steps > 1 or layer.index in memory.residuals:  # what an earlier phase kept is let go
+                state.shares = kept and layer.config.shares_difference(step, position.steps)
+                group = step // phase.residual_steps, phase
+                where = first if phase.shares_guidance else place
+                differences = memory.residuals.setdefault(layer.index, ByPlace())
+                state.residuals = differences.take(group, where, kept and phase.residual_steps > 1)
+                state.buffer = state.buffer_at(place) if given.compiled and state.shares else None
+        for other in run.kept.values():
+            other.let_go(step)
+        if kept and place not in memory.needs:
+            memory.needs[place] = self._needed(call, position, 0 if first != place else given.rows // call.copies)
+            check_differences(run, config, sample.device)
+        self.enter(call)
+
+    def _phases(self, step: int, steps: int) -> dict[int, Phase]:
+        if not self.config.per_layer:
+            return dict.fromkeys((layer.index for layer in self.layers), self.config.phase_at(step, steps))
+        return {layer.index: layer.config.phase_at(step, steps) for layer in self.layers}
+
+    def _begin_layer(self, state: LayerCall, draws: RunDraws | None) -> None:
+        layer, call = state.patched, state.call
+        given = call.given
+        state.grid = self.grids.get((layer.index, given.grid)) or layer.layer.grid(given.grid)
+        own = call.phases[layer.index] if state.grid.tokens else EXACT
+        if self.pays is not None and not own.exact and not self.pays(state, own, given.sample):
+            own = EXACT
+        device = device_of(layer.parts, given.sample.device) if draws is None else draws.device_of(layer.index)
+        holds = state.begin(own, call.step, device, draws)
+        if holds and draws is not None and draws.allocated and self.pays is None:
+            draws.prepared[layer.index] = state.grid, state.phase, state.split, state.prepared
+
+    def _run_draws(self, call: Call, position: Position, run: Run) -> RunDraws | None:
+        """Return what the layers draw in the steps of the phase that goes on; None where each step draws for itself."""
+        given, known = call.given, call.memory.draws
+        if not (position.scheduled and self.layers) or run.schedule is None or torch.is_grad_enabled():
+            return None
+        where = device_of_weights(self.layers[0].parts, given.sample.device)
+        key = (tuple(map(id, call.phases.values())), given.grid, given.sample.device, where, len(self.grids))
+        if key not in known:
+            of_phase = {other: kept for other, kept in known.items() if other[0] == key[0]}
+            known.clear()
+            known.update(of_phase)
+            devices = {layer.index: device_of(layer.parts, given.sample.device) for layer in self.layers}
+            if all(device.type in AT_ONCE for device in devices.values()):
+                known[key] = None
+            else:
+                later = (self._phases(step, position.steps) for step in range(call.step, position.steps))
+                steps = len(list(itertools.takewhile(lambda phases: phases == call.phases, later)))
+                draws = RunDraws(devices, call.step + steps)
+                for layer in self.layers:  # each asks for what it draws
+                    self._begin_layer(LayerCall(layer, call), draws)
+                draws.allocate()
+                known[key] = draws
+        return known[key]
+
+    def _needed(self, call: Call, position: Position, guided: int) -> float:
+        given, sizes = call.given, []
+        for layer in self.layers:
+            if layer.config.shares_any(position.step, position.steps):
+                rows = guided if layer.config.shares_guidance else given.rows
+                sizes.append((rows * layer.layer.grid(given.grid).tokens, layer.layer.channels))
+        dtype = given.sample.dtype if given.sample.dtype.is_floating_point else torch.float32
+        return kept_bytes(sizes, 1, dtype, self.config.residuals)
+
+    def enter(self, call: Call) -> None:
+        self._calls[threading.get_ident()] = self.latest = call
+        for layer in self.layers:
+            layer.latest = call.states[layer.index]
+
+    def end(self) -> Call | None:
+        """End this thread's call and return it; compiled layers forget it, but for what a checkpoint may repeat."""
+        call = self._calls.pop(threading.get_ident(), None)
+        if call is not None and not call.repeats:
+            for layer in self.layers:
+                layer.latest = None
+        return call
 
     def _is_compiled(self) -> bool:
         return in_optimized_module() or any(module._compiled_call_impl is not None for module in self._around)
@@ -373,19 +392,57 @@ class Patch:
         """Let dynamo compile as often as there are phases and grids: its limit is one for all layers of a class."""
         from torch._dynamo import config as dynamo
 
-        layers = {(layer.layer.downsample, layer.layer.attention.inner_dim) for layer in self._shared.layers}
+        layers = {(layer.layer.downsample, layer.layer.attention.inner_dim) for layer in self.layers}
         each = sum(1 if phase.residual_steps == 1 else 4 for phase in (*self.config.all_phases, EXACT))
         name = "recompile_limit" if hasattr(dynamo, "recompile_limit") else "cache_size_limit"
         setattr(dynamo, name, max(getattr(dynamo, name), 8 + len(layers) * each))
+
+    def _warn_of_idle_run(self, position: Position, run: Run) -> None:
+        """Warn of layers that have another processor, and of a run without an approximated step or on no schedule."""
+        others = [layer.layer for layer in self.layers if not layer.installed]
+        if others:
+            classes = ", ".join(sorted({type(layer.attention.processor).__name__ for layer in others}))
+            self.warn("displaced", count=len(others), classes=classes, first=others[0].name)
+        config, (step, steps, scheduled) = self.config, position
+        if all(phase.exact for phase in config.all_phases):
+            return
+        if scheduled:
+            if step == run.first and not config.approximates(step, steps):
+                self.warn("idle", first=step + 1, steps=steps)
+        elif any(phase.residual_steps > 1 for phase in config.all_phases):
+            self.warn("no schedule")
+        elif position not in (ANYWHERE, BEYOND) and not torch.is_grad_enabled() and self.layers[0].layer.joint:
+            self.warn("noise level")
+
+    def _warn_of_exact_layers(self, call: Call) -> None:
+        expected = [state for state in call.states.values() if not state.phase.exact and state.patched.installed]
+        wrong, skipped, unmerged = dict[str, str](), list[str](), set[str]()
+        for state in expected:
+            phase = state.phase
+            if phase.attention.exact and phase.merge.ratio > 0 and not phase.merge.merged(state.grid):
+                unmerged.add(str(state.grid))
+            if not state.outcome:
+                skipped.append(state.layer.name)
+            elif state.outcome != "done":
+                wrong[state.layer.name] = state.outcome
+        if unmerged:
+            self.warn("nothing merged", grids=", ".join(sorted(unmerged)))
+        whole = call.last or not call.scheduled or len(skipped) == len(expected)
+        if skipped and whole and not call.given.partial and not skips_calls(self._around):
+            wrong |= dict.fromkeys(skipped, "its attention processor was never called")
+        if wrong:
+            first, why = next(iter(wrong.items()))
+            cause = likely_cause(self._module, self._around)
+            self.warn("stays exact", count=len(wrong), expected=len(expected), first=first, why=why, cause=cause)
 
 
 class _Forward:
     """Stands in for the `forward` of a patched transformer, so that a call by name, without hooks, is patched."""
 
-    def __init__(self, patch: Patch) -> None:
+    def __init__(self, patch: Patch, module: Any) -> None:
         self._patch = patch
-        self._module: Any = patch._module
-        self._replaced = vars(self._module).get("forward")  # a wrapper of somebody's; None for the class's own
+        self._module = module
+        self._replaced = vars(module).get("forward")  # a wrapper of somebody's; None for the class's own
 
     @property
     def __wrapped__(self) -> Any:
@@ -400,20 +457,20 @@ class _Forward:
         patch = self._patch
         compiling = torch.compiler.is_compiling()
         if compiling and patch.layers and patch.layers[0].latest is None:  # compiled by name, without the hooks
-            patch.layers[0].tell_of_bypass()
+            patch.layers[0].warn_of_bypass()
         if compiling or vars(self._module).get(PATCH) is not patch:
             return self._compute(self._module, args, kwargs)
-        call = patch._shared.call
+        call = patch.call
         if begins := call is None or call.entered:
-            patch._before_call(self._module, args, kwargs)
-            call = patch._shared.call
+            patch.before_call(self._module, args, kwargs)
+            call = patch.call
         assert call is not None
         call.entered, output = True, None
         try:
             output = self._compute(call.module, args, kwargs)
         finally:
             if begins:
-                patch._after_call(self._module, args, output)
+                patch.after_call(self._module, args, output)
         return output
 
     def put_back(self) -> None:

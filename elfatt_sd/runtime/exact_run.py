@@ -1,25 +1,24 @@
-"""A run that stays untouched while its self-attention layers are watched: their approximations are thrown away."""
+"""Layers that are watched in a run that stays untouched, and one that is patched outside of any pipeline."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from elfatt_sd.config import LayerPhases, PatchConfig
-from elfatt_sd.families import takes_steps, unwrap
+from elfatt_sd.families import Given, SelfAttention, copy_structure, takes_steps, unwrap
 from elfatt_sd.methods.base import Ahead
 from elfatt_sd.phases import Phase
 from elfatt_sd.runtime.call import Call, LayerCall
-from elfatt_sd.runtime.choosing import choose_layers
-from elfatt_sd.runtime.denoiser import Owner, Patch
-from elfatt_sd.runtime.processor import PatchedLayer
-from elfatt_sd.runtime.schedule import Schedule, SchedulerFinder
-from elfatt_sd.runtime.surroundings import after_forward, device_of
+from elfatt_sd.runtime.denoiser import Patch
+from elfatt_sd.runtime.layer import Layers, PatchedLayer, after_forward, choose_layers, device_of
+from elfatt_sd.runtime.schedule import Position, Run, Schedule, SchedulerFinder
 
 _PLACEHOLDER = PatchConfig(
     "probe", residual_limit=10**6, per_layer=(LayerPhases("*", (Phase(1.0, "reuse", residual_steps=2),)),)
@@ -42,30 +41,30 @@ class ExactRun:
         self._schedule = Schedule(SchedulerFinder(pipe), False)
         self._denoisers = denoisers
         self._patches = {
-            name: Patch(_PLACEHOLDER, False, (), self._schedule, denoiser, chosen[name], Owner())
-            for name, denoiser in denoisers.items()
+            name: Patch(_PLACEHOLDER, chosen[name], denoiser, self._schedule) for name, denoiser in denoisers.items()
         }
         self._after_layer, self._after_call = after_layer, after_call
-        self._undo = contextlib.ExitStack()
+        self._undo = ExitStack()
         self._busy = False
         self._block_inputs: dict[str, Tensor] = {}
 
     @property
     def steps(self) -> int:
-        """Calls of the denoiser in the schedule of the run that goes on."""
         return self._schedule.run.steps
 
     def __enter__(self) -> ExactRun:
-        with contextlib.ExitStack() as undo:
+        with ExitStack() as undo:
             undo.enter_context(torch.compiler.set_stance("force_eager"))
             for name, patch in self._patches.items():
                 patch.install()
                 undo.callback(patch.remove)
-                patch._shared.pays = lambda *_: False  # so that every layer stays exact
+                patch.pays = lambda *_: False  # every layer stays exact
                 for layer in patch.layers:
                     self._watch(layer, undo)
                 if self._after_call is not None and takes_steps(name):
-                    self._wrap(unwrap(self._denoisers[name]), functools.partial(self._called, patch), undo)
+                    self._wrap(
+                        unwrap(self._denoisers[name]), functools.partial(getattr, patch, "call"), self._after_call, undo
+                    )
             self._undo = undo.pop_all()
         return self
 
@@ -93,7 +92,7 @@ class ExactRun:
         finally:
             states[state.index] = state
 
-    def _watch(self, layer: PatchedLayer, undo: contextlib.ExitStack) -> None:
+    def _watch(self, layer: PatchedLayer, undo: ExitStack) -> None:
         if layer.layer.norm is not None:
 
             def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -101,30 +100,24 @@ class ExactRun:
                     self._block_inputs[layer.layer.name] = args[0]
 
             undo.callback(layer.layer.norm.register_forward_pre_hook(keep).remove)
-        self._wrap(layer.layer.attention, functools.partial(self._attended, layer), undo)
 
-    def _wrap(self, module: Any, after: Callable[..., None], undo: contextlib.ExitStack) -> None:
-        """Call `after(call_again, output)` after every call of a module's forward."""
+        def state() -> LayerCall | None:
+            return layer.state if layer.state is not None and layer.state.grid.tokens else None
+
+        self._wrap(layer.layer.attention, state, self._after_layer, undo)
+
+    def _wrap(self, module: Any, find: Callable[[], Any], after: Callable[..., None], undo: ExitStack) -> None:
+        """Call `after(found, call_again, output)` after every call of a module's forward, where anything is found."""
 
         def measured(again: Callable[[], Any], output: Any) -> None:
-            if not self._busy:
+            if not self._busy and (found := find()) is not None:
                 self._busy = True
                 try:
-                    after(again, output)
+                    after(found, again, output)
                 finally:
                     self._busy = False
 
         undo.callback(after_forward(module, measured))
-
-    def _attended(self, layer: PatchedLayer, again: Callable[[], Any], output: Any) -> None:
-        state = layer.state
-        if state is not None and state.grid.tokens:
-            self._after_layer(state, again, output)
-
-    def _called(self, patch: Patch, again: Callable[[], Any], output: Any) -> None:
-        call = patch._shared.call
-        if call is not None and self._after_call is not None:
-            self._after_call(call, again, output)
 
 
 def image_of(output: Any, state: LayerCall) -> Tensor:
@@ -132,3 +125,27 @@ def image_of(output: Any, state: LayerCall) -> Tensor:
     given = given.flatten(2).transpose(1, 2) if given.ndim == 4 else given
     before = state.call.given.before if given.shape[1] > state.grid.tokens else 0
     return given[:, before : before + state.grid.tokens].detach()
+
+
+class StandaloneLayer:
+    """A copy of a layer with a method, to time it or to see its error; both have the same weights."""
+
+    def __init__(self, layer: SelfAttention, config: PatchConfig) -> None:
+        self._attention: Any = copy_structure(layer.attention)
+        copy = dataclasses.replace(layer, attention=self._attention)
+        self._patch = Patch(config, Layers([copy], [copy]))
+        self._patch.layers[0].install()
+
+    def begin(
+        self, position: Position, latent: torch.Size | tuple[int, ...], block_input: Tensor | None = None
+    ) -> None:
+        device = next(self._attention.parameters()).device
+        sample = torch.empty(1, dtype=torch.float32, device=device).expand(latent)
+        self._patch.begin(position, Run(), Given.latent(sample, position.step))
+        state = self._patch.layers[0].state
+        if state is not None:
+            state.block_input = block_input
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        output: Tensor = self._attention(hidden_states)
+        return output

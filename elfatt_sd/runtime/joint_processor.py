@@ -20,8 +20,8 @@ from elfatt_sd.attention.ordering import order_merged
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.joint import exact_function, with_attention
-from elfatt_sd.runtime.call import STATE, LayerCall, attend, rounded
-from elfatt_sd.runtime.surroundings import skipped_like, stand_in
+from elfatt_sd.runtime.call import LayerCall, attend, rounded
+from elfatt_sd.runtime.layer import STATE, Processor, skipped_like, stand_in
 
 Exact = Callable[..., Tensor]
 _FORWARDED = ("_attention_backend", "_parallel_config")  # attributes that diffusers sets on processors
@@ -35,13 +35,13 @@ class _Current:
 
 
 class _CurrentOfThread(_Current, threading.local):
-    """The same, by thread."""
+    pass
 
 
 _eager, _compiled = _CurrentOfThread(), _Current()  # compiled code cannot ask for its thread
 
 
-class JointProcessor:
+class JointProcessor(Processor):
     """Calls a layer's original processor, in approximated steps with another attention function."""
 
     def __init__(self, original: Any) -> None:
@@ -53,7 +53,6 @@ class JointProcessor:
         return joint_processor_for, (self.original,)
 
     def apply(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
-        """Apply the layer; arguments and result are the original's."""
         state: LayerCall | None = attn.elfatt_state.state if hasattr(attn, STATE) else None
         if state is None or state.phase.exact:
             return self.original(attn, *args, **kwargs)
@@ -67,13 +66,18 @@ class JointProcessor:
             state.calls += 1
 
     def _approximated(self, state: LayerCall, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Apply the layer with approximate attention, after merging where the phase merges."""
         matching = None
         if state.phase.merge.ratio:
-            matching, merged, others = _merge(state, args, kwargs)
+            tokens = args[0] if args else kwargs["hidden_states"]
+            matching = state.matching(tokens, state.phase.merge.ratio)
         if matching is None:
             return self._call(state, None, attn, args, kwargs)
-        approximated = functools.partial(self._call, state, matching, attn, merged, others)
+        prepared = state.prepared
+        if prepared is not None and prepared.sorts_merged:  # in block order
+            matching = matching.reordered(order_merged(prepared.order, matching.positions))
+        merged = matching.merge(tokens)
+        given = ((merged, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": merged})
+        approximated = functools.partial(self._call, state, matching, attn, *given)
         if state.phase.residual_steps == 1:
             output = approximated()
             return (matching.unmerge(output[0]), *output[1:]) if isinstance(output, tuple) else matching.unmerge(output)
@@ -83,7 +87,6 @@ class JointProcessor:
     def _call(
         self, state: LayerCall, matching: Matching | None, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call the original processor with our attention function, on tokens that are merged already."""
         current = _compiled if torch.compiler.is_compiling() else _eager
         current.state, current.matching = state, matching
         try:
@@ -102,10 +105,12 @@ def _class_for(kind: Any, call: Callable[..., Any]) -> type[JointProcessor]:
     class JointProcessorOf(JointProcessor):
         __call__ = _with_signature_of(call)
 
+    def forwarded(name: str) -> property:
+        return property(lambda own: getattr(own.original, name), lambda own, value: setattr(own.original, name, value))
+
     JointProcessorOf.__name__ = JointProcessor.__name__
-    for name in _FORWARDED:
-        if hasattr(kind, name):
-            setattr(JointProcessorOf, name, _forwarded(name))
+    for name in filter(functools.partial(hasattr, kind), _FORWARDED):
+        setattr(JointProcessorOf, name, forwarded(name))
     skipped_like(JointProcessorOf, kind)
     return JointProcessorOf
 
@@ -121,23 +126,6 @@ def _with_signature_of(call: Callable[..., Any]) -> Callable[..., Any]:
     exec(f"def __call__(self, attn{wanted}{others}):\n    return self.apply(attn{given}{others})", made)
     written: Callable[..., Any] = made["__call__"]
     return written
-
-
-def _forwarded(name: str) -> property:
-    return property(lambda ours: getattr(ours.original, name), lambda ours, value: setattr(ours.original, name, value))
-
-
-def _merge(state: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Merge the image tokens that a processor is given, in block order where its attention has blocks."""
-    tokens = args[0] if args else kwargs["hidden_states"]
-    matching = state.matching(tokens, state.phase.merge.ratio)
-    if matching is None:
-        return None, args, kwargs
-    prepared = state.prepared
-    if prepared is not None and prepared.sorts_merged:
-        matching = matching.reordered(order_merged(prepared.order, matching.positions))
-    merged = matching.merge(tokens)
-    return (matching, (merged, *args[1:]), kwargs) if args else (matching, args, {**kwargs, "hidden_states": merged})
 
 
 def _corrected(state: LayerCall, approximated: Callable[[], Any], exact: Callable[[], Any], matching: Matching) -> Any:
@@ -231,7 +219,6 @@ class _Joint:
         self._matching = matching
 
     def exact(self, part: slice, rows: slice | None = None) -> Tensor:
-        """Attend exactly, from the queries of a part, in some rows of the batch or in all."""
         rows = rows or slice(None)  # PyTorch 2.11 compiles no slice that is a constant
         q, k, v = (x[rows] for x in self._tensors)
         mask, image = self._mask, self._image
@@ -245,7 +232,6 @@ class _Joint:
         return self._exact(q[:, part], k, v, attn_mask=mask, **self._options).to(self._dtype)
 
     def approximated(self) -> Tensor:
-        """Attend by the phase's approximation, from the queries of the image."""
         if self._state.phase.dense:
             return self.exact(self._image)
         state, prepared, image, matching = self._state, self._state.prepared, self._image, self._matching
@@ -280,7 +266,7 @@ def attention_alone(state: LayerCall, sample: Tensor) -> tuple[Callable[[], Any]
     tokens, heads = layer.text + state.grid.tokens, int(attention.heads)
     size = (len(sample), tokens, heads, int(attention.inner_dim) // heads)
     same = standard_normal(size, torch.Generator().manual_seed(0)).to(sample)
-    exact = exact_function(type(state.original))
+    exact = exact_function(type(state.patched.original))
     joint = _Joint(state, exact, (same, same, same), None, {}, slice(layer.text, tokens), None)
 
     def approximated() -> None:

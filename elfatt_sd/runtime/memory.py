@@ -1,32 +1,31 @@
-"""What is kept from step to step: differences, draws made ahead, matchings."""
+"""What is kept from step to step: differences, draws of several steps, matchings."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from elfatt_sd.attention.merging import Split, split_grid
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import beneath_transforms, memory_of
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Draws, Grid, Merge
 from elfatt_sd.phases import Kept
-from elfatt_sd.runtime.surroundings import device_of
-
-if TYPE_CHECKING:
-    from elfatt_sd.config import PatchConfig
-    from elfatt_sd.runtime.call import Call, LayerCall
-    from elfatt_sd.runtime.schedule import Run
+from elfatt_sd.runtime.schedule import Run
 
 GIB = 2**30
 _SHARE = 0.5  # of the free memory that may be used where no limit is given
 _FP8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FP8).max
+_CPU = torch.device("cpu")
+MOST_STEPS, MOST_BYTES = 64, 1 << 25  # that are drawn at once, on the host
+AT_ONCE = ("cpu",)  # devices that need no such buffer: what is drawn is there already
+_ALIGNED = 4  # elements: views begin at multiples of 16 bytes, as compiled code wants them
 
 
 class Residual(NamedTuple):
@@ -38,22 +37,27 @@ class Residual(NamedTuple):
     dtype: torch.dtype  # of the layer
 
     @classmethod
-    def keep(cls, difference: Tensor, where: Kept, room: Residual | None = None) -> Residual:
+    def keep(cls, difference: Tensor, where: Kept, buffer: Residual | None = None) -> Residual:
         """Keep a difference on the `device`, on the `host`, or in 8-bit floating point (`fp8`) on the device."""
-        if room is not None and room._fits(difference):
-            return room._filled(cls.keep(difference, where))
         device, dtype = difference.device, difference.dtype
         if where == "host":
-            return cls(difference.to("cpu"), None, device, dtype)
-        if where == "fp8":
-            scale = (
-                difference.abs().amax(-1, keepdim=True).float().clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST
-            )
-            return cls((difference.float() / scale).to(_FP8), scale, device, dtype)
-        return cls(difference, None, device, dtype)
+            kept = cls(difference.to("cpu"), None, device, dtype)
+        elif where == "fp8":
+            largest = difference.abs().amax(-1, keepdim=True).float()
+            scale = largest.clamp_min(torch.finfo(torch.float32).tiny) / _LARGEST
+            kept = cls((difference.float() / scale).to(_FP8), scale, device, dtype)
+        else:
+            kept = cls(difference, None, device, dtype)
+        shape = difference.shape
+        if buffer is None or not (buffer.values.shape, buffer.dtype, buffer.device) == (shape, dtype, device):  # noqa: SIM201
+            return kept
+        buffer.values.copy_(kept.values)
+        if buffer.scale is not None and kept.scale is not None:
+            buffer.scale.copy_(kept.scale)
+        return buffer
 
     @classmethod
-    def room(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, where: Kept) -> Residual | None:
+    def buffer(cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, where: Kept) -> Residual | None:
         """Return an empty one, to be filled in each group of steps; None on the host, where graphs have no memory.
 
         Compiled code may write into it: it is not an output of a CUDA graph, which the next replay overwrites.
@@ -68,16 +72,6 @@ class Residual(NamedTuple):
         for tensor in (values,) if scale is None else (values, scale):
             mark_static_address(tensor, guard=False)
         return cls(values, scale, device, dtype)
-
-    def _fits(self, difference: Tensor) -> bool:
-        own = self.values.shape, self.dtype, self.device
-        return own == (difference.shape, difference.dtype, difference.device)
-
-    def _filled(self, kept: Residual) -> Residual:
-        self.values.copy_(kept.values)
-        if self.scale is not None and kept.scale is not None:
-            self.scale.copy_(kept.scale)
-        return self
 
     def copied(self) -> Residual:
         return self._replace(values=self.values.clone(), scale=None if self.scale is None else self.scale.clone())
@@ -96,7 +90,6 @@ def add_difference(output: Tensor, difference: Tensor) -> Tensor:
 
 
 def kept_bytes(sizes: Iterable[tuple[int, int]], batch: int, dtype: torch.dtype, where: Kept) -> float:
-    """Return the memory that differences of one call take."""
     each = 1 if where == "fp8" else dtype.itemsize
     return float(sum(batch * tokens * (channels * each + 4 * (where == "fp8")) for tokens, channels in sizes))
 
@@ -105,19 +98,14 @@ def readable(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size > GIB / 2 else f"{size / 2**20:.3g} MiB"
 
 
-def free_for_differences(where: Kept, device: torch.device) -> float:
-    return math.inf if device.type == "meta" else _SHARE * memory_of(_place(where, device))[1] / GIB
-
-
-def _place(where: Kept, device: torch.device) -> torch.device:
-    return torch.device("cpu") if where == "host" else device
-
-
-def check_memory(needed: float, where: Kept, limit: float, device: torch.device) -> None:
-    """Refuse what would take too much memory."""
-    if device.type == "meta":
+def check_differences(run: Run, config: PatchConfig, device: torch.device) -> None:
+    """Refuse differences that take too much memory, of all calls of a step and of all denoisers of a run."""
+    needed, limit, where = sum(memory.needed for memory in run.kept.values()), config.residual_limit, config.residuals
+    if not needed or device.type == "meta":
         return
-    place = _place(where, device)
+    place = _CPU if where == "host" else device
+    if limit is None:
+        limit = run.limit = run.limit or _SHARE * memory_of(place)[1] / GIB
     if needed > limit * GIB:
         same = ("host",) if place.type == device.type == "cpu" else ()
         others = ", ".join(f"residuals={other!r}" for other in ("host", "fp8") if other not in (where, *same))
@@ -127,12 +115,7 @@ def check_memory(needed: float, where: Kept, limit: float, device: torch.device)
         )
 
 
-MOST_STEPS, MOST_BYTES = 64, 1 << 25  # that are made at once, on the host
-AT_ONCE = ("cpu",)  # devices that need no such buffer: what is drawn is there already
-_ALIGNED = 4  # elements: views begin at multiples of 16 bytes, as compiled code wants them
-
-
-class _Asked(NamedTuple):
+class _Request(NamedTuple):
     """What a layer draws; see `Draws.made`."""
 
     draws: Draws
@@ -159,15 +142,15 @@ class RunDraws:
 
     def __init__(self, devices: dict[int, torch.device], end: int) -> None:
         self._devices = devices
-        self._kept: dict[int, tuple[Any, ...]] = {}  # what layers prepared with the views
         self._end = end
-        self._asked: dict[tuple[int, str], _Asked] = {}
+        self.prepared: dict[int, tuple[Any, ...]] = {}  # with the views, by the layer's index
+        self.allocated = False
+        self._requests: dict[tuple[int, str], _Request] = {}
         self._views: dict[tuple[int, str], Tensor] = {}
         self._places: dict[tuple[torch.device, torch.dtype], dict[tuple[int, str], slice]] = {}
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._rows: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # on the host, `[steps, numbers]`
         self._steps = range(0)
-        self._allocated = False
         self._now = -1
 
     def made(self, draws: Draws, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
@@ -175,16 +158,15 @@ class RunDraws:
         if key in self._views:
             return self._views[key]
         row = make(draws.uniform(what, count))
-        self._asked[key] = _Asked(draws, what, count, make, len(row), row.dtype)
+        self._requests[key] = _Request(draws, what, count, make, len(row), row.dtype)
         return row
 
     def allocate(self) -> None:
-        """Make the buffers for all that was asked for."""
-        self._allocated = True
-        for key, asked in self._asked.items():
-            places = self._places.setdefault((self._devices[key[0]], asked.dtype), {})
+        self.allocated = True
+        for key, request in self._requests.items():
+            places = self._places.setdefault((self._devices[key[0]], request.dtype), {})
             start = max((-(-place.stop // _ALIGNED) * _ALIGNED for place in places.values()), default=0)
-            places[key] = slice(start, start + asked.length)
+            places[key] = slice(start, start + request.length)
         with torch.inference_mode(False):  # they are filled within and without
             for (device, dtype), places in self._places.items():
                 size = max(place.stop for place in places.values())
@@ -192,22 +174,9 @@ class RunDraws:
                 self._views |= {key: buffer[place] for key, place in places.items()}
 
     def device_of(self, layer: int) -> torch.device:
-        return self._devices[layer] if self._allocated else torch.device("cpu")
-
-    def keep(self, state: LayerCall) -> None:
-        """Keep what a layer has prepared, for later steps; what it prepares to ask is not kept."""
-        if self._allocated:
-            self._kept[state.index] = state.grid, state.phase, state.split, state.prepared
-
-    def give(self, state: LayerCall) -> bool:
-        """Give a layer what it prepared in an earlier step, if that is kept."""
-        kept = self._kept.get(state.patched.index)
-        if kept is not None:
-            state.grid, state.phase, state.split, state.prepared = kept
-        return kept is not None
+        return self._devices[layer] if self.allocated else _CPU
 
     def fill(self, step: int) -> None:
-        """Let the views hold what a step draws."""
         if step == self._now or not self._buffers:
             return
         if step not in self._steps:
@@ -217,7 +186,7 @@ class RunDraws:
         self._now = step
 
     def _make(self, first: int) -> None:
-        """Draw for as many steps from one on as there is room for."""
+        """Draw for as many steps from one on as `MOST_BYTES` allows."""
         each = sum(len(buffer) * buffer.element_size() for buffer in self._buffers.values())
         most = max(1, min(MOST_STEPS, MOST_BYTES // each))
         self._steps = steps = range(first, max(first + 1, min(self._end, first + most)))
@@ -225,7 +194,7 @@ class RunDraws:
             for where, places in self._places.items():
                 rows = torch.zeros(len(steps), len(self._buffers[where]), dtype=where[1], device="cpu")
                 for key, place in places.items():
-                    rows[:, place] = self._asked[key].rows(steps)
+                    rows[:, place] = self._requests[key].rows(steps)
                 self._rows[where] = rows.pin_memory() if where[0].type == "cuda" else rows
 
 
@@ -249,18 +218,30 @@ def _fixed_split(rows: int, columns: int, stride: int, device: torch.device) -> 
     return split_grid(rows, columns, stride).to(device)
 
 
+class ByPlace:
+    """What the calls of a group of steps keep for each other, by their place in the step."""
+
+    def __init__(self) -> None:
+        self._group: object = None
+        self.kept: dict[tuple[int, ...], dict[Any, Any]] = {}
+
+    def take(self, group: object, place: tuple[int, ...], keep: bool) -> dict[Any, Any]:
+        if group != self._group:
+            self.kept.clear()
+        self._group = group
+        return self.kept.setdefault(place, {}) if keep else {}
+
+
 class Memory:
     """What one denoiser keeps from step to step of a run."""
 
     def __init__(self) -> None:
-        self.matchings = Shelf()
-        self.residuals: dict[int, Shelf] = {}  # by the layer's index
-        self.ahead: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
-        self.rooms: dict[object, Residual | None] = {}  # that compiled code fills with differences
+        self.matchings = ByPlace()
+        self.residuals: dict[int, ByPlace] = {}  # by the layer's index
+        self.draws: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
+        self.buffers: dict[object, Residual | None] = {}  # that compiled code fills with differences
         self.needs: dict[tuple[int, ...], float] = {}  # bytes of differences, by the place of a call
-        self._firsts: list[
-            tuple[tuple[int, ...], torch.Tensor]
-        ] = []  # calls of this step that measure, and their input
+        self._firsts: list[tuple[tuple[int, ...], Tensor]] = []  # calls of this step that measure, and their input
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self._step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
@@ -275,7 +256,7 @@ class Memory:
         self._calls[shape] += 1
         return place
 
-    def same_latents(self, place: tuple[int, ...], sample: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+    def same_latents(self, place: tuple[int, ...], sample: Tensor) -> tuple[int, tuple[int, ...]]:
         """Return how often a call's rows repeat their latents, and the place of the step's first call with them.
 
         Both look at the values, which waits for the device.
@@ -293,34 +274,18 @@ class Memory:
     def let_go(self, step: int) -> None:
         """Forget the differences of a denoiser whose last call was before the last step: another one has taken over."""
         if self._step < step - 1:
-            for held in (self.residuals, self.needs, self.rooms, self._owned):
+            for held in (self.residuals, self.needs, self.buffers, self._owned):
                 held.clear()
 
-    def room(self, state: LayerCall, place: tuple[int, ...]) -> Residual | None:
-        """Return the memory for a layer's difference in compiled code, the same in every group of steps."""
-        layer, given = state.layer, state.call.given
-        if state.phase.exact or torch.is_grad_enabled():
-            return None
-        rows = state.measured_rows
-        key = place, state.index, state.grid, rows
-        if key not in self.rooms:
-            device = device_of(state.patched.parts, given.sample.device)
-            of_heads = layer.joint and not state.phase.merge.ratio  # what is corrected is not projected yet
-            sizes = (layer.heads, layer.channels // layer.heads) if of_heads else (layer.channels,)
-            shape = (rows, state.grid.tokens, *sizes)
-            self.rooms[key] = Residual.room(shape, given.sample.dtype, device, state.call.config.residuals)
-        return self.rooms[key]
-
-    def own(self, call: Call) -> None:
+    def own(self, kept: Iterable[dict[Any, Any]]) -> None:
         """Copy what compiled code has kept in a call: a CUDA graph overwrites its outputs when it is replayed."""
-        shelves: list[dict[Any, Any]] = [call.matchings, *(state.residuals for state in call.states.values())]
-        owned: dict[int, Any] = {id(room): room for room in self.rooms.values()}
+        owned: dict[int, Any] = {id(buffer): buffer for buffer in self.buffers.values()}
         self._owned |= owned
-        for shelf in shelves:
-            for key, kept in shelf.items():
-                if kept is not None:
-                    shelf[key] = kept = kept if id(kept) in self._owned else kept.copied()
-                    owned[id(kept)] = kept
+        for each in kept:
+            for key, value in each.items():
+                if value is not None:
+                    each[key] = value = value if id(value) in self._owned else value.copied()
+                    owned[id(value)] = value
         self._owned = owned
 
     def repeat_step(self) -> None:
@@ -328,7 +293,7 @@ class Memory:
         self._step = -1
 
 
-def copies_of(sample: torch.Tensor) -> int:
+def copies_of(sample: Tensor) -> int:
     """Return how often the rows of a batch repeat their latents, as guidance in one call does: 3, 2 or 1 times."""
     rows = len(sample)
     if rows > 1 and sample.stride(0) == 0:  # one of several images stands for all
@@ -340,34 +305,10 @@ def copies_of(sample: torch.Tensor) -> int:
     return 1
 
 
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_equal(one: Tensor, other: Tensor) -> bool:
     one, other = map(beneath_transforms, (one, other))
     if one.is_meta or one.shape != other.shape or one.device != other.device:
         return False
     if one.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return False
     return torch.equal(one, other)
-
-
-def check_differences(run: Run, config: PatchConfig, device: torch.device) -> None:
-    """Refuse differences that take too much memory, of all calls of a step and of all denoisers of a run."""
-    needed, limit = sum(memory.needed for memory in run.kept.values()), config.residual_limit
-    if not needed:
-        return
-    if limit is None:
-        limit = run.limit = run.limit or free_for_differences(config.residuals, device)
-    check_memory(needed, config.residuals, limit, device)
-
-
-class Shelf:
-    """What the calls of a group of steps keep for each other, by their place in the step."""
-
-    def __init__(self) -> None:
-        self._group: object = None
-        self._kept: dict[tuple[int, ...], dict[Any, Any]] = {}
-
-    def take(self, group: object, place: tuple[int, ...], keep: bool) -> dict[Any, Any]:
-        if group != self._group:
-            self._kept.clear()
-        self._group = group
-        return self._kept.setdefault(place, {}) if keep else {}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import inspect
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from numbers import Integral
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +20,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from elfatt_sd.devices import beneath_transforms, written
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import timesteps as units
-from elfatt_sd.runtime.callers import schedulers_of_callers
 
 KEPT = 8  # runs of one thread that may go on, as of requests that a server interleaves
+_PASSED_OVER = ("elfatt_sd", "torch")  # packages whose functions hold no scheduler of their own
+_MOST_ENTRIES = 256  # of a container that are looked at
+_PLAIN = {int, float, str, bool, type(None), torch.Tensor, FunctionType, BuiltinFunctionType, MethodType, type}
 
 
 class Run:
@@ -58,69 +64,6 @@ class Run:
     def goes_on(self, schedule: Any, step: int) -> bool:
         return self.is_over(schedule) and self.step <= step <= self.step + 1
 
-    def advance(self, step: int) -> None:
-        """Count a call; a run that goes on by itself forgets the one that it has broken into."""
-        if step != self.step:
-            self.former = None
-            self.calls_before, self.calls = self.calls, 0
-        self.step = step
-        self.calls += 1
-
-
-class Runs:
-    """The runs of each thread, one for each schedule, the latest last."""
-
-    def __init__(self) -> None:
-        self._of: weakref.WeakKeyDictionary[threading.Thread, list[Run]] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
-
-    @property
-    def threads(self) -> int:
-        """Number of threads that have any."""
-        return len(self._of)
-
-    @property
-    def _mine(self) -> list[Run]:
-        with self._lock:
-            return self._of.setdefault(threading.current_thread(), [Run()])
-
-    @property
-    def latest(self) -> Run:
-        """The run of this thread's latest call on a schedule."""
-        return self._mine[-1]
-
-    def over(self, schedule: Any) -> Run:
-        return next((run for run in reversed(self._mine) if run.is_over(schedule)), self.latest)
-
-    def follow(self, schedule: Any, step: int) -> Run:
-        run = self.over(schedule)
-        if not run.goes_on(schedule, step):
-            run = self._taken_over(schedule, step) or _begun(run if run.is_over(schedule) else None, schedule, step)
-        others = [other for other in self._mine if other.may_go_on and not other.is_over(schedule)]
-        self._mine[:] = [*others[1 - KEPT :], run]
-        return run
-
-    def _taken_over(self, schedule: Any, step: int) -> Run | None:
-        """Take the run that goes on with a step from another thread, as an executor hands steps to any of them."""
-        with self._lock:
-            for runs in self._of.values():
-                run = next((run for run in runs if run.is_over(schedule) and run.step + 1 == step), None)
-                if run is not None:
-                    runs[:] = [other for other in runs if other is not run] or [Run()]
-                    return run
-        return None
-
-
-def _begun(before: Run | None, schedule: Any, step: int) -> Run:
-    former = None if before is None else before.former
-    if former is not None and former.step + 1 == step:
-        return former
-    run = Run(schedule, step)
-    if before is not None:
-        run.former = before if before.step < before.steps - 1 else None  # it is not at its end
-        before.former = None
-    return run
-
 
 def address(tensor: Any) -> int:
     return tensor.untyped_storage().data_ptr()  # type: ignore[no-any-return]
@@ -153,30 +96,23 @@ class _Found(NamedTuple):
 
 
 class SchedulerFinder:
-    """Looks up a pipeline's scheduler again, without keeping the pipeline alive."""
+    """Looks up a pipeline's scheduler again, without keeping the pipeline alive; pickled, it keeps the scheduler."""
 
-    def __init__(self, pipe: Any) -> None:
-        self._pipe = weakref.ref(pipe)
+    def __init__(self, pipe: Any, scheduler: Any = None) -> None:
+        self._pipe = None if pipe is None else weakref.ref(pipe)
+        self._scheduler = scheduler
 
     def __call__(self) -> Any:
-        return getattr(self._pipe(), "scheduler", None)
+        return self._scheduler if self._pipe is None else getattr(self._pipe(), "scheduler", None)
 
     def __deepcopy__(self, copied: dict[int, Any]) -> SchedulerFinder:
-        pipe = self._pipe()
-        return self if pipe is None else SchedulerFinder(copied.get(id(pipe), pipe))
+        pipe = self._pipe and self._pipe()
+        if pipe is None:
+            return SchedulerFinder(None, copy.deepcopy(self._scheduler, copied))
+        return SchedulerFinder(copied.get(id(pipe), pipe))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _KeptScheduler, (self(),)
-
-
-@dataclass
-class _KeptScheduler:
-    """What a `SchedulerFinder` is after pickling."""
-
-    scheduler: Any
-
-    def __call__(self) -> Any:
-        return self.scheduler
+        return SchedulerFinder, (None, self())
 
 
 class Schedule:
@@ -189,7 +125,8 @@ class Schedule:
     def __init__(self, find_scheduler: Callable[[], Any], trained_on_noise_levels: bool = False) -> None:
         self._find_scheduler = find_scheduler
         self._noise_levels = trained_on_noise_levels
-        self.runs = Runs()
+        self._runs: weakref.WeakKeyDictionary[threading.Thread, list[Run]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
         self._values: tuple[object, list[float]] = None, []  # of a schedule on a device, read once
         self._loop = threading.local()  # its `value`: the latest timestep of a loop of one's own, on no schedule
 
@@ -199,10 +136,22 @@ class Schedule:
     @property
     def run(self) -> Run:
         """The run that the latest call of this thread on a schedule belongs to."""
-        return self.runs.latest
+        return self._mine[-1]
+
+    @property
+    def threads(self) -> int:
+        return len(self._runs)
+
+    @property
+    def _mine(self) -> list[Run]:
+        """The runs of this thread, one for each schedule, the latest last."""
+        with self._lock:
+            return self._runs.setdefault(threading.current_thread(), [Run()])
+
+    def _run_over(self, schedule: Any) -> Run:
+        return next((run for run in reversed(self._mine) if run.is_over(schedule)), self.run)
 
     def locate(self, timestep: torch.Tensor | float, unit: int | None = None) -> Position | None:
-        """Return the position of a call."""
         if isinstance(timestep, torch.Tensor):
             timestep = beneath_transforms(timestep)
         found = self._from_view(timestep, unit)
@@ -229,7 +178,7 @@ class Schedule:
         length = timestep.untyped_storage().nbytes() // timestep.element_size()
         if length < 2 and not _on_device(timestep):  # a value alone; a schedule of one step is found by it
             return None
-        run, step = self.runs.over(timestep), int(timestep.storage_offset())
+        run, step = self._run_over(timestep), int(timestep.storage_offset())
         scheduler = run.scheduler() if run.scheduler is not None and run.is_over(timestep) else None
         own = _timesteps(scheduler)
         if own is None or address(own) != address(timestep):
@@ -294,7 +243,7 @@ class Schedule:
 
     def _near(self, value: float) -> _Found | None:
         for scheduler, timesteps in (pair for group in self._known() for pair in group):
-            run, known = self.runs.over(timesteps), self._on_host(timesteps)
+            run, known = self._run_over(timesteps), self._on_host(timesteps)
             if run.is_over(timesteps) and run.unit is not None:
                 levels = dict(enumerate(units.other_units(scheduler, known))).get(run.unit)
                 near = None if levels is None else units.nearest(levels, value)
@@ -311,7 +260,7 @@ class Schedule:
         plain: bool,
     ) -> _Found | None:
         """Look a value up in all units, first in that of the run first; an `int` or a `plain` one is a timestep."""
-        known, run = self._on_host(timesteps), self.runs.over(timesteps)
+        known, run = self._on_host(timesteps), self._run_over(timesteps)
         own = run.unit if run.is_over(timesteps) else None
         others = () if isinstance(value, int) or plain else enumerate(units.other_units(scheduler, known))
         strange = run.strange is timesteps and own is None  # what now is in one of those, is so by chance
@@ -334,10 +283,10 @@ class Schedule:
         if _counted(scheduler, schedule) == step:
             return 3
         steps_by_itself = getattr(scheduler, "step_index", None) is not None
-        return 2 if not steps_by_itself and self.runs.over(schedule).goes_on(schedule, step) else 1
+        return 2 if not steps_by_itself and self._run_over(schedule).goes_on(schedule, step) else 1
 
     def _choose(self, steps: Sequence[int], timesteps: torch.Tensor) -> int | None:
-        run = self.runs.over(timesteps)
+        run = self._run_over(timesteps)
         if not steps or not run.is_over(timesteps):
             return steps[0] if steps else None
         if run.step in steps and run.calls < run.calls_before:
@@ -347,7 +296,7 @@ class Schedule:
     def _from_copy(self, timestep: Any, unit: int | None) -> _Found | None:
         for group in self._known():
             on = [pair for pair in group if _is_set(*pair) and _counted(*pair) is not None]
-            run = self.runs.over(on[0][1]) if len(on) == 1 else None
+            run = self._run_over(on[0][1]) if len(on) == 1 else None
             if run is not None and run.copy is not None and run.is_over(on[0][1]):
                 (scheduler, timesteps), counted = on[0], _counted(*on[0])
                 if counted == run.step + (run.copy[1] != _place_in_memory(timestep)):
@@ -363,15 +312,42 @@ class Schedule:
         return found._replace(copy=timestep) if begins else found
 
     def _follow(self, found: _Found) -> None:
-        """Let a run of this thread go on with a call, or begin another one."""
-        position = found.position
-        if not position.scheduled:  # a preview between two steps does not end their run
+        (step, steps, scheduled), schedule = found.position, found.schedule
+        if not scheduled:  # a preview between two steps does not end their run
             return
-        run = self.runs.follow(found.schedule, position.step)
-        run.advance(position.step)
-        run.steps, run.unit = position.steps, found.unit
+        run = self._run_over(schedule)
+        if not run.goes_on(schedule, step):
+            run = self._taken_over(schedule, step) or _begun(run if run.is_over(schedule) else None, schedule, step)
+        others = [other for other in self._mine if other.may_go_on and not other.is_over(schedule)]
+        self._mine[:] = [*others[1 - KEPT :], run]
+        if step != run.step:  # a run that goes on by itself forgets the one that it has broken into
+            run.former = None
+            run.calls_before, run.calls = run.calls, 0
+        run.step, run.steps, run.unit = step, steps, found.unit
+        run.calls += 1
         run.copy = None if found.copy is None else (found.copy, _place_in_memory(found.copy))
         run.scheduler = None if found.scheduler is None else weakref.ref(found.scheduler)
+
+    def _taken_over(self, schedule: Any, step: int) -> Run | None:
+        """Take the run that goes on with a step from another thread, as an executor hands steps to any of them."""
+        with self._lock:
+            for runs in self._runs.values():
+                run = next((run for run in runs if run.is_over(schedule) and run.step + 1 == step), None)
+                if run is not None:
+                    runs[:] = [other for other in runs if other is not run] or [Run()]
+                    return run
+        return None
+
+
+def _begun(before: Run | None, schedule: Any, step: int) -> Run:
+    former = None if before is None else before.former
+    if former is not None and former.step + 1 == step:
+        return former
+    run = Run(schedule, step)
+    if before is not None:
+        run.former = before if before.step < before.steps - 1 else None  # it is not at its end
+        before.former = None
+    return run
 
 
 def _position(step: int, timesteps: Sequence[float], live: bool = True) -> Position:
@@ -419,3 +395,47 @@ def unknown_position(phases: int) -> ElfattError:
         f"the denoising step of this call is not known, and the patch {needs}; iterate over "
         "scheduler.timesteps, or give the timestep as a whole number that is the same for the whole batch."
     )
+
+
+def schedulers_of_callers() -> Iterator[list[Any]]:
+    """Yield the schedulers that each function on the way to this call holds, from the innermost outwards.
+
+    They are what its variables are, or what these hold, as pipelines, lists and other objects do.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in _PASSED_OVER:
+            held = {id(found): found for value in _variables(frame) for found in _schedulers_in(value)}
+            if held:
+                yield list(held.values())
+        frame = frame.f_back
+
+
+def _variables(frame: FrameType) -> list[Any]:
+    names, code = frame.f_locals, frame.f_code
+    values = list(names.values())
+    if not code.co_flags & inspect.CO_OPTIMIZED:  # a module
+        return values
+    if isinstance(names, dict) and sys.getrefcount(names) <= 3:  # up to Python 3.12, a copy that the frame keeps
+        names.clear()
+    return values + [frame.f_globals[name] for name in code.co_names if name in frame.f_globals]
+
+
+def _schedulers_in(value: Any, depth: int = 2) -> Iterator[Any]:
+    kind, parts = type(value), list[Any]()
+    if kind in _PLAIN:
+        return
+    if hasattr(kind, "set_timesteps"):
+        yield value
+    elif not depth:
+        return
+    elif issubclass(kind, dict):
+        parts = list(dict.values(value))
+    elif issubclass(kind, list | tuple):
+        parts = list(itertools.islice(value, _MOST_ENTRIES))
+    elif not inspect.ismodule(value):
+        with contextlib.suppress(AttributeError):
+            held = object.__getattribute__(value, "__dict__")
+            parts = list(held.values()) if type(held) is dict else []
+    for each in parts[:_MOST_ENTRIES]:
+        yield from _schedulers_in(each, depth - 1)

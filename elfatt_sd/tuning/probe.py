@@ -27,8 +27,8 @@ from elfatt_sd.measure import Stopwatch, timed
 from elfatt_sd.methods import Draws, Merge, attentions, is_own
 from elfatt_sd.phases import DENSE, EXACT, Narrower, Phase
 from elfatt_sd.runtime.call import Call, LayerCall
-from elfatt_sd.runtime.choosing import fits
 from elfatt_sd.runtime.exact_run import ExactRun, image_of
+from elfatt_sd.runtime.layer import fits
 from elfatt_sd.runtime.memory import copies_of
 
 RATIOS = (0.5, 0.7)  # of tokens that are merged before exact attention

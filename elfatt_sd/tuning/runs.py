@@ -29,7 +29,7 @@ from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import atomic_file, cache_folder, write_json
 from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.plans import input_grid
-from elfatt_sd.runtime.surroundings import around_forward
+from elfatt_sd.runtime.layer import around_forward
 from elfatt_sd.tuning.budget import Measure
 
 OnStep = Callable[[int, int], None]

@@ -16,7 +16,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattFailure
 from elfatt_sd.families import find_denoisers
 from elfatt_sd.measure import Comparison, Turn, busy, ratios
-from elfatt_sd.runtime.choosing import fitted
+from elfatt_sd.runtime.layer import fitted
 from elfatt_sd.tuning.budget import Budget, Measure
 from elfatt_sd.tuning.model import Choice, Model
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of

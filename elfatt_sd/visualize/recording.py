@@ -22,8 +22,7 @@ from elfatt_sd.plans import describe
 from elfatt_sd.runtime.call import LayerCall
 from elfatt_sd.runtime.denoiser import Patch
 from elfatt_sd.runtime.exact_run import image_of
-from elfatt_sd.runtime.processor import PatchedLayer
-from elfatt_sd.runtime.surroundings import after_forward
+from elfatt_sd.runtime.layer import PatchedLayer, after_forward
 from elfatt_sd.visualize.looks import (
     Asked,
     Grouping,
@@ -133,7 +132,7 @@ class _Watcher:
     def _wanted(self, state: LayerCall) -> bool:
         if state.call.step in self._done or state.phase.exact:
             return False
-        return state.call.step in self._steps(self._patch.steps)
+        return state.call.step in self._steps(self._patch.schedule.run.steps)
 
     def _steps(self, steps: int) -> set[int]:
         if self._asked.step is not None:
@@ -161,7 +160,7 @@ class _Watcher:
             what=describe(phase, [state.grid]),
             layer=state.layer.name,
             step=state.call.step,
-            steps=self._patch.steps,
+            steps=self._patch.schedule.run.steps,
             grid=state.grid,
             query=seen.query,
             heads=seen.heads,

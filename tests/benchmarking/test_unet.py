@@ -234,7 +234,7 @@ def test_what_is_kept_for_later_steps_counts(model: Model, cpu: torch.device) ->
     call = unet_call(unit, model.inputs(256, 2))
     call()
     peak, used = _peak(unit, call, variant, cpu), peak_memory(call, cpu)
-    states = patched_layers(unit)[0].denoiser.latest.states.values()
+    states = patched_layers(unit)[0].patch.latest.states.values()
     kept = sum(kept.values.nbytes for state in states for kept in state.residuals.values())
     assert peak is not None and used is not None
     assert kept > 0
@@ -252,7 +252,7 @@ def test_what_does_not_fit_costs_its_own_rows_only(
     def make_call(unet: Any, inputs: Any) -> Any:
         call = unet_call(unet, inputs)
         states = [module.elfatt_state for module in unet.modules() if hasattr(module, "elfatt_state")]
-        if not states or states[0].denoiser.config.phases[0].attention.name != "elfatt":
+        if not states or states[0].patch.config.phases[0].attention.name != "elfatt":
             return call
 
         def fail() -> None:

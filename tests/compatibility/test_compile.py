@@ -307,5 +307,5 @@ def test_a_difference_outlives_the_replay_of_the_next_block(method: str, setting
     torch.testing.assert_close(denoise(unet, steps=6), eager, atol=1e-5, rtol=1e-4)
     memory = next(
         module for module in unet.modules() if hasattr(module, "elfatt_state")
-    ).elfatt_state.denoiser.latest.memory
-    assert len(memory.rooms) == 3
+    ).elfatt_state.patch.latest.memory
+    assert len(memory.buffers) == 3

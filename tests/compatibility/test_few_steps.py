@@ -45,7 +45,9 @@ def test_a_method_acts_or_says_that_it_does_not(folder: Path, method: str, steps
                 assert torch.equal(draw(pipe, steps), untouched)
                 draw(pipe, steps)
             [message] = [str(given.message) for given in warned if "elfatt-sd" in str(given.message)]
-            assert re.search(rf"{method} approximates no step of a run of 1 step; give more steps", message)
+            assert re.search(
+                rf"{method} approximates no step of this run, which begins with step 1 of 1; give more steps", message
+            )
     sampled = sum(count for (_, attention), count in calls.items() if attention == "sampled")
     assert bool(sampled) == (acts and method.startswith("elfatt-"))
 

@@ -122,7 +122,7 @@ def test_a_run_goes_on_in_another_thread() -> None:
 
 def test_runs_that_nobody_goes_on_with_are_let_go() -> None:
     unet = elfatt_sd.apply_patch(tiny.unet(sample_size=8), "elfatt-quality", block_size=16)
-    runs, scheduler = unet.elfatt_patch._schedule.runs, tiny.ddim()
+    runs, scheduler = unet.elfatt_patch.schedule, tiny.ddim()
     for _ in range(3):
         next(denoised(unet, scheduler, 0))  # and is interrupted
     assert len(runs._mine) == 1
@@ -165,5 +165,5 @@ def test_a_finished_thread_leaves_nothing(folder: Path) -> None:
     elfatt_sd.apply_patch(pipe, "elfatt-quality")
     assert not in_threads(1, lambda index: draw(pipe, index))
     patch = pipe.unet.elfatt_patch
-    assert patch._shared.threads == 0
-    assert patch._schedule.runs.threads == 0
+    assert patch.threads == 0
+    assert patch.schedule.threads == 0

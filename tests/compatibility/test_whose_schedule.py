@@ -21,7 +21,7 @@ from support.checks import picture
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
 from elfatt_sd.families.timesteps import FRACTION, RISING
-from elfatt_sd.runtime.call import Denoiser
+from elfatt_sd.runtime.denoiser import Patch
 from elfatt_sd.runtime.schedule import BEYOND, Position, Schedule
 
 SHARED = PatchConfig("shared", (Phase(0.25), Phase(1.0, "cell_spread", cell=4, block_size=4, residual_steps=3)))
@@ -72,14 +72,14 @@ def case(request: pytest.FixtureRequest) -> tuple[Any, Any, int]:
 def positions() -> Iterator[list[Position]]:
     """Return the positions of all calls while the block runs."""
     found: list[Position] = []
-    begin = Denoiser.begin
+    begin = Patch.begin
 
-    def record(self: Denoiser, position: Position, *given: Any) -> None:
+    def record(self: Patch, position: Position, *given: Any) -> None:
         found.append(position)
         begin(self, position, *given)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Denoiser, "begin", record)
+        patched.setattr(Patch, "begin", record)
         yield found
 
 

@@ -56,7 +56,7 @@ def test_references_are_exact_keys(flux2: Any) -> None:
     checks.check_methods(flux2, run)
     elfatt_sd.apply_patch(flux2, PatchConfig("few", (Phase(1.0, "sampled", keys=8),)))
     run(num_inference_steps=1)
-    call = flux2.transformer.elfatt_patch._shared.latest
+    call = flux2.transformer.elfatt_patch.latest
     assert call.given.grid == Grid.image(8, 12)
     assert (call.given.before, call.given.sample.shape[1]) == (12, 96 + 16 * 16 + 16 * 20)
 

@@ -83,7 +83,7 @@ def test_references_are_exact_keys(tmp_path: Path) -> None:
     pipe = make(tmp_path, "FluxKontextPipeline", {})
     elfatt_sd.apply_patch(pipe, PatchConfig("few", (Phase(1.0, "sampled", keys=8),)))
     runner(pipe, image=picture(64, 32), **EDIT)()
-    call = pipe.transformer.elfatt_patch._shared.latest
+    call = pipe.transformer.elfatt_patch.latest
     assert call.given.grid == Grid.image(8, 12)
     reference = call.given.sample.shape[1] - 96
     assert reference == 16 * 8

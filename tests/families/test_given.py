@@ -15,7 +15,7 @@ from elfatt_sd import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import FAMILIES, Given, family_of
 from elfatt_sd.families.timesteps import FRACTION, RISING
 from elfatt_sd.methods import Grid
-from elfatt_sd.runtime.call import Denoiser
+from elfatt_sd.runtime.denoiser import Patch
 
 ROWS = 3
 CONTROL: dict[str, Any] = {"joint_attention_dim": tiny_transformers.WIDTH, "num_layers": 1, "attention_head_dim": 16}
@@ -112,13 +112,13 @@ def test_differences_are_counted_and_bare_models_approximated(model: Any, monkey
         module(**named)
     elfatt_sd.apply_patch(module, PatchConfig("late", (Phase(0.7), Phase(0.73, "cell_spread", cell=4, block_size=4))))
     phases: list[str] = []
-    begin = Denoiser.begin
+    begin = Patch.begin
 
-    def record(self: Denoiser, *given: Any) -> None:
+    def record(self: Patch, *given: Any) -> None:
         begin(self, *given)
         assert self.latest is not None
         phases.append(next(iter(self.latest.phases.values())).attention.name)
 
-    monkeypatch.setattr(Denoiser, "begin", record)
+    monkeypatch.setattr(Patch, "begin", record)
     module(**named)
     assert phases == ["cell_spread"], "step 720 of 1000"

@@ -133,7 +133,7 @@ def test_references_are_exact_keys(
         checks.check_steps(pipe, made, layers=2, calls=2, counts=(4,))
     elfatt_sd.apply_patch(pipe, FEW)
     made()
-    call = pipe.transformer.elfatt_patch._shared.latest
+    call = pipe.transformer.elfatt_patch.latest
     assert call.given.grid == Grid.image(6, 4)
     assert (call.given.before, call.given.sample.shape[1]) == (tiny_transformers.TEXT, 24 + references)
 
@@ -163,7 +163,7 @@ def test_layers_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
     checks.check_plan(pipe, 72, 2, **SIZE, frames=3)
     elfatt_sd.apply_patch(pipe, FEW)
     run()
-    call = pipe.transformer.elfatt_patch._shared.latest
+    call = pipe.transformer.elfatt_patch.latest
     assert call.given.grid == Grid(3, 6, 4)
     assert call.given.sample.shape[1] == (3 + 1) * 24
 

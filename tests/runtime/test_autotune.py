@@ -1,16 +1,18 @@
-"""Layers that a method does not make faster are left alone."""
+"""Layers that a method does not make faster are left alone; what a decision holds for, and how it is kept."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
-import statistics
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import accelerate
+import diffusers
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
 from support import tiny_pipelines as tiny
 from support.checks import SAMPLE, runner, state_of
 
@@ -20,9 +22,11 @@ from elfatt_sd.families import find_layers
 from elfatt_sd.methods import Draws
 from elfatt_sd.runtime import autotune
 from elfatt_sd.runtime import call as layer_state
-from elfatt_sd.runtime.autotune import Decision, Tuner
+from elfatt_sd.runtime.autotune import Decision, Decisions, Tuner, decision_key
 
 pytestmark = pytest.mark.usefixtures("own_cache")
+BLOCKS = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
+PAYS = Decision(0.5, 0.4, 0.6)
 
 
 def test_a_shape_too_small_to_pay_is_left_alone(pipe: Any, own_cache: Path) -> None:
@@ -59,7 +63,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Decision]:
         untouched()
         for function, _ in approximated:
             function()
-        made.append(Decision(0.5, 0.4, 0.6))
+        made.append(PAYS)
         return made[-1]
 
     monkeypatch.setattr(autotune, "measure", pretend)
@@ -80,14 +84,13 @@ def test_each_phase_and_shape_is_measured_once(pipe: Any, measured: list[Decisio
     assert len(measured) == 4
 
 
-def test_offloaded_weights_are_not_measured() -> None:
+def test_offloaded_weights_are_not_measured(folder: Path) -> None:
     """diffusers' group offloading brings them only when their block is called."""
-    config = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
-    unet = tiny.unet()
-    state = state_of(SimpleNamespace(unet=unet), config)
-    state.begin(config.phases[0], 0, SAMPLE.device)
+    pipe = tiny.sd15(folder)
+    state = state_of(pipe, BLOCKS)
+    state.begin(BLOCKS.phases[0], 0, SAMPLE.device)
     state.layer.attention.to("meta")
-    assert str(Tuner(unet).decide(state, config.phases[0], SAMPLE)).endswith("because its weights are offloaded")
+    assert str(Tuner(pipe.unet).decide(state, BLOCKS.phases[0], SAMPLE)).endswith("because its weights are offloaded")
 
 
 def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +110,7 @@ def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.
             assert share == 1
             approximate()
             approximate()
-        return Decision(0.5, 0.4, 0.6)
+        return PAYS
 
     monkeypatch.setattr(autotune, "measure", count)
     assert Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE).pays
@@ -115,81 +118,40 @@ def test_what_is_drawn_in_every_step_is_measured(pipe: Any, monkeypatch: pytest.
     assert state.prepared is before
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, *ratios: float) -> tuple[Decision, int]:
-    """Measure with given times: two rounds that warm up, then these. Returns the number of rounds that counted too."""
-    taken = iter([1.0, 9.0] * 2 + [seconds for ratio in ratios for seconds in (1.0, ratio)])
-    calls: list[int] = []
-
-    def seconds(function: Any, device: torch.device) -> float:
-        calls.append(0)
-        return next(taken)
-
-    monkeypatch.setattr(autotune, "_seconds", seconds)
-    decision = autotune.measure(lambda: None, [(lambda: None, 1.0)], torch.device("cpu"))
-    return decision, len(calls) // 2 - 2
-
-
 @pytest.mark.parametrize(
-    ("ratios", "rounds"),
-    [([0.5] * 7, 3), ([2.0] * 7, 3), ([1.1] * 7, 7), ([0.5, 0.5, 0.9, 0.5, 0.5, 0.5, 0.5], 7)],
+    ("ratios", "rounds", "decision"),
+    [
+        ([0.5] * 7, 3, Decision(0.5, 0.5, 0.5)),  # three rounds where all of them agree by a quarter
+        ([2.0] * 7, 3, Decision(2.0, 2.0, 2.0)),
+        ([1.1] * 7, 7, Decision(1.1, 1.1, 1.1)),
+        ([0.5, 0.5, 0.9, 0.5, 0.5, 0.5, 0.5], 7, Decision(0.5, 0.5, 0.9)),
+        ([0.9, 9.0, *[0.9] * 19], 8, Decision(0.9, 0.9, 0.9)),  # the second smallest and largest bound the median
+        ([0.87, 0.12, 9.63] * 7, 21, Decision(0.87, 0.12, 9.63)),
+    ],
 )
-def test_a_clear_case_is_decided_sooner(ratios: list[float], rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven rounds after two that warm up; three where all of them agree by a quarter."""
-    decision, taken = timed(monkeypatch, *ratios)
-    assert taken == rounds
-    assert decision.settled
-    assert decision == Decision(statistics.median(ratios[:rounds]), min(ratios[:rounds]), max(ratios[:rounds]))
-
-
-def test_one_disturbed_round_asks_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With eight rounds, the second smallest and the second largest bound the median."""
-    decision, taken = timed(monkeypatch, 0.9, 9.0, *[0.9] * 19)
-    assert (taken, decision) == (8, Decision(0.9, 0.9, 0.9))
-    assert decision.pays
+def test_rounds_until_it_is_clear(
+    ratios: list[float], rounds: int, decision: Decision, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two that warm up."""
+    taken, calls = iter([1.0, 9.0] * 2 + [seconds for ratio in ratios for seconds in (1.0, ratio)]), list[int]()
+    monkeypatch.setattr(autotune, "_seconds", lambda *_: calls.append(0) or next(taken))
+    assert autotune.measure(lambda: None, [(lambda: None, 1.0)], torch.device("cpu")) == decision
+    assert len(calls) // 2 - 2 == rounds
+    assert decision.settled is (rounds < 21)
+    assert decision.pays is (decision.high < 1)
 
 
 def test_what_stays_undecided_is_left_alone(pipe: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A median of 0.87 among times between 0.12 and 9.63 decides nothing, and is not written down."""
-    decision, taken = timed(monkeypatch, *[0.87, 0.12, 9.63] * 7)
-    assert (taken, decision) == (21, Decision(0.87, 0.12, 9.63))
-    assert not decision.settled
-    assert not decision.pays
-    monkeypatch.setattr(autotune, "measure", lambda *_: decision)
-    config = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
-    untouched = runner(pipe)()
-    elfatt_sd.apply_patch(pipe, config, autotune=True)
-    assert torch.equal(runner(pipe)(), untouched)
-    assert not (own_cache / "autotune.json").exists()
-    reason = elfatt_sd.plan(pipe, config, autotune=True).layers[0].reason
-    assert reason.endswith("left alone: 0.87 (0.12 to 9.63) of the untouched time, measured here, undecided")
-
-
-def test_a_plan_and_the_patch_after_it_decide_alike(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nothing is settled, and so nothing is in the file."""
-    answers = iter([Decision(0.9, 0.8, 1.1), Decision(0.5, 0.4, 0.6)])
+    """It is not written down, but a plan and the patch after it decide alike."""
+    answers = iter([Decision(0.87, 0.12, 9.63), PAYS])
     monkeypatch.setattr(autotune, "measure", lambda *_: next(answers))
-    config = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
     untouched = runner(pipe)()
-    with elfatt_sd.patched(pipe, config, autotune=True) as plan:
+    with elfatt_sd.patched(pipe, BLOCKS, autotune=True) as plan:
         assert not any(layer.patched for layer in plan.layers)
         assert torch.equal(runner(pipe)(), untouched)
-
-
-def test_the_plan_of_a_block_is_the_measured_one(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "measure", lambda *_: Decision(1.5, 1.4, 1.6))
-    with elfatt_sd.patched(pipe, "tome", autotune=True) as plan:
-        assert not any(layer.patched for layer in plan.layers)
-        assert "left alone: 1.50 (1.40 to 1.60)" in plan.layers[0].reason
-    with elfatt_sd.patched(pipe, "tome") as plan:
-        assert sum(layer.patched for layer in plan.layers) == 3
-
-
-def test_nested_contexts_keep_it(pipe: Any, measured: list[Decision]) -> None:
-    with elfatt_sd.patched(pipe, "tome", autotune=True):
-        with elfatt_sd.patched(pipe, "elfatt"):
-            pass
-        runner(pipe)()
-    assert len(measured) == 1
+    assert not (own_cache / "autotune.json").exists()
+    said = "left alone: 0.87 (0.12 to 9.63) of the untouched time, measured here, undecided"
+    assert plan.layers[0].reason.endswith(said)
 
 
 @pytest.mark.parametrize(("backend", "own"), [("auto", True), ("native", False)])
@@ -200,7 +162,7 @@ def test_the_exact_layer_is_timed_as_it_would_run(
     calls: list[str] = []
     config = PatchConfig("x", (Phase(1.0, "sampled", block_size=16),), attention_backend=backend)
     state = state_of(pipe, config)
-    original = state.original
+    original = state.patched.original
     state.patched.original = lambda *given, **named: (calls.append("original"), original(*given, **named))[1]
     approximate = autotune.approximate
     monkeypatch.setattr(
@@ -209,7 +171,7 @@ def test_the_exact_layer_is_timed_as_it_would_run(
 
     def once(untouched: Any, approximated: Any, device: torch.device) -> Decision:
         untouched()
-        return Decision(0.5, 0.4, 0.6)
+        return PAYS
 
     monkeypatch.setattr(autotune, "measure", once)
     state.begin(config.phases[0], 0, SAMPLE.device)
@@ -217,26 +179,22 @@ def test_the_exact_layer_is_timed_as_it_would_run(
     assert calls == ["original" if own else "softmax"]
 
 
-def whole(unet: Any) -> Any:
-    return torch.compile(unet, backend="eager")
-
-
-def in_place(unet: Any) -> Any:
-    unet.compile(backend="eager")
-    return unet
-
-
-def in_parts(unet: Any) -> Any:
+def compile_blocks(unet: Any) -> Any:
     for layer in find_layers(unet):
         unet.get_submodule(layer.name.rpartition(".")[0]).compile(backend="eager")
     return unet
 
 
-@pytest.mark.parametrize(("compiled", "patch_first"), [(whole, False), (in_place, True), (in_parts, True)])
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("compiled", "patch_first"),
+    [(lambda unet: torch.compile(unet, backend="eager"), False), (compile_blocks, True)],
+    ids=["whole", "blocks"],
+)
 def test_compiled_layers_are_left_alone(compiled: Any, patch_first: bool, measured: list[Decision]) -> None:
     """Times without the compiler say nothing about them: one warning, and the reason in the plan."""
     torch._dynamo.reset()
-    config = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
+    config = BLOCKS
     text = torch.zeros(2, 3, tiny.TEXT_WIDTH)
     unet = tiny.unet()
     with torch.no_grad():
@@ -253,22 +211,16 @@ def test_compiled_layers_are_left_alone(compiled: Any, patch_first: bool, measur
     assert not any(layer.patched for layer in plan.layers)
     assert "left alone: not measured, because torch.compile was applied" in plan.layers[0].reason
     assert not measured
-    torch._dynamo.reset()
 
 
-def sequential(pipe: Any) -> None:
-    for part in (pipe.unet, pipe.vae, pipe.text_encoder):
-        accelerate.cpu_offload(part, execution_device=torch.device("cpu"))
-
-
-def by_model(pipe: Any) -> None:
-    pipe.enable_model_cpu_offload(device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize("offload", [sequential, by_model])
-def test_weights_that_are_elsewhere(folder: Path, offload: Any, measured: list[Decision]) -> None:
+@pytest.mark.parametrize("by_model", [True, False])
+def test_weights_that_are_elsewhere(folder: Path, by_model: bool, measured: list[Decision]) -> None:
     pipe = tiny.sd15(folder, scheduler=tiny.ddim())
-    offload(pipe)
+    if by_model:
+        pipe.enable_model_cpu_offload(device=torch.device("cpu"))
+    else:
+        for part in (pipe.unet, pipe.vae, pipe.text_encoder):
+            accelerate.cpu_offload(part, execution_device=torch.device("cpu"))
     plan = elfatt_sd.plan(pipe, "tome", autotune=True)
     assert sum(layer.patched for layer in plan.layers) == 3
     assert len(measured) == 1
@@ -287,10 +239,8 @@ def test_the_device_is_that_of_the_first_hook_that_names_one() -> None:
 
 
 OUT_OF_MEMORY = [
-    MemoryError(),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried to"),
-    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."),
 ]
 
 
@@ -350,42 +300,30 @@ def test_a_shared_matching_costs_each_layer_its_part(
             assert len(found) == 2
             assert number < 2
             shares.append(share)
-        return Decision(0.5, 0.4, 0.6)
+        return PAYS
 
     monkeypatch.setattr(autotune, "measure", record)
     elfatt_sd.plan(pipe, PatchConfig("x", (Phase(1.0, ratio=0.5),), **settings), autotune=True)
     assert shares == pytest.approx([1 / uses, 1 - 1 / uses][:uses])
 
 
-@pytest.mark.parametrize(("shared", "expected"), [(False, 0.25), (True, 0.125)])
-def test_exact_steps_weigh_their_share(
-    pipe: Any, shared: bool, expected: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A plan is for one image with guidance, whose two rows may share what an exact step measures."""
-    timed: list[Any] = []
-    monkeypatch.setattr(autotune, "measure", lambda *given: timed.append(given) or Decision(0.5, 0.4, 0.6))
-    phase = Phase(1.0, "sampled", block_size=16, residual_steps=4, residual_guidance=shared)
-    elfatt_sd.plan(pipe, PatchConfig("x", (phase,)), autotune=True)
-    assert timed
-    for untouched, approximated, _ in timed:
-        [(own, whole), (exact, share)] = approximated
-        assert (whole, exact, share) == (1.0, untouched, expected)
-        assert own is not untouched
-
-
-def test_a_call_whose_rows_share_nothing_is_decided_apart(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guidance decides what an exact step costs; the same layer without it is measured for itself."""
+def test_exact_steps_weigh_their_share(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guidance decides what an exact step costs: a call whose rows share nothing is decided for itself."""
     shares: list[float] = []
-    kept = Decision(0.5, 0.4, 0.6)
-    monkeypatch.setattr(autotune, "measure", lambda one, others, device: shares.append(others[1][1]) or kept)
+
+    def record(untouched: Any, approximated: Any, device: torch.device) -> Decision:
+        [(own, whole), (exact, share)] = approximated
+        assert (whole, exact) == (1.0, untouched) and own is not untouched
+        shares.append(share)
+        return PAYS
+
+    monkeypatch.setattr(autotune, "measure", record)
     phase = Phase(1.0, "sampled", block_size=16, residual_steps=4, residual_guidance=True)
     state, tuner = state_of(pipe, PatchConfig("x", (phase,))), Tuner(pipe.unet)
     for state.call.copies in (1, 2, 1, 2):
         tuner.decide(state, phase, SAMPLE)
     assert shares == [0.25, 0.125]
-
-
-def test_shares_weigh_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
     first, others = (lambda: None), (lambda: None)
     monkeypatch.setattr(autotune, "_seconds", lambda function, device: {first: 4.0, others: 1.0}.get(function, 8.0))
     decision = autotune.measure(lambda: None, [(first, 0.25), (others, 0.75)], torch.device("cpu"))
@@ -395,9 +333,11 @@ def test_shares_weigh_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_block_measures_nothing_before_its_first_call(pipe: Any, measured: list[Decision]) -> None:
     """Nobody may look at the plan, and the model's own size may not be the one that is drawn."""
     with elfatt_sd.patched(pipe, "tome", autotune=True) as plan:
+        with elfatt_sd.patched(pipe, "elfatt"):
+            pass
         assert not measured
         runner(pipe)()
-        assert measured
+        assert len(measured) == 1, "it is measured still after another block"
         assert "tome" in str(plan) and plan.config.method == "tome"
 
 
@@ -406,3 +346,83 @@ def test_a_long_measurement_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune.time, "monotonic", lambda: next(moments))
     with pytest.warns(UserWarning, match="measures a layer of this size for about 480 s"):
         autotune.measure(lambda: None, [(lambda: None, 1.0)], torch.device("cpu"))
+
+
+PHASE = Phase(1.0, "elfatt", ratio=0.5, block_size=16)
+
+
+def key(pipe: Any, phase: Phase = PHASE, sample: torch.Tensor = SAMPLE, change: Any = None, **settings: Any) -> str:
+    """The key of a decision on a layer of its own, which `change` may change."""
+    state = state_of(pipe, PatchConfig("x", (phase,), **settings))
+    state.layer = dataclasses.replace(state.layer, attention=copy.deepcopy(state.layer.attention))
+    state.patched.patch.layers.append(copy.copy(state.patched))
+    if change is not None:
+        change(state)
+    return decision_key(state, phase, sample)
+
+
+KEY_CHANGES: dict[str, Any] = {
+    "another processor": (autotune, "device_name", lambda _: "another"),
+    "more threads": (torch, "get_num_threads", lambda: 99),
+    "torch": (torch, "__version__", "99"),
+    "diffusers": (diffusers, "__version__", "99"),
+    "elfatt-sd": (elfatt_sd, "__version__", "99"),
+}
+STATE_CHANGES: dict[str, Any] = {
+    "processor's class": lambda state: setattr(state.patched, "original", AttnProcessor()),
+    "slices": lambda state: setattr(state.patched, "original", SlicedAttnProcessor(1)),
+    "fused projections": lambda state: setattr(state.patched, "fused", True),
+    "heads": lambda state: setattr(state.layer.attention, "heads", 4),
+    "channels": lambda state: setattr(state.layer.attention, "inner_dim", 32),
+    "grid": lambda state: setattr(state, "grid", (8, 32)),
+    "layout": lambda state: setattr(state, "layer", dataclasses.replace(state.layer, channels_first=False)),
+}
+CONFIG_CHANGES = {"attention_backend": "native", "fp32_logits": True, "reuse_steps": 2, "use_rand": False}
+PHASE_CHANGES: dict[str, Any] = {"attention": "block", "ratio": 0.25, "stride": 4, "block_size": 32, "agents": 8}
+
+
+@pytest.mark.parametrize("change", [*KEY_CHANGES, *STATE_CHANGES, *CONFIG_CHANGES, *PHASE_CHANGES])
+def test_what_a_decision_holds_for(pipe: Any, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One machine, layer, configuration, phase and input; whatever the seed and the end of the phase."""
+    before = key(pipe)
+    assert key(pipe, dataclasses.replace(PHASE, until=0.5), seed=7) == before
+    if change in KEY_CHANGES:
+        monkeypatch.setattr(*KEY_CHANGES[change])
+        assert key(pipe) != before
+    elif change in STATE_CHANGES:
+        assert key(pipe, change=STATE_CHANGES[change]) != before
+    elif change in CONFIG_CHANGES:
+        assert key(pipe, **{change: CONFIG_CHANGES[change]}) != before
+    else:
+        assert key(pipe, dataclasses.replace(PHASE, **{change: PHASE_CHANGES[change]})) != before
+
+
+def test_a_decision_holds_for_one_input(pipe: Any) -> None:
+    keys = [key(pipe), key(pipe, sample=SAMPLE.half()), key(pipe, sample=SAMPLE[:1])]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            keys.append(key(pipe))
+    assert len(set(keys)) == 5
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": {"b": 1}}', "\x00"])
+def test_a_damaged_file_counts_as_empty(tmp_path: Path, content: str) -> None:
+    """A folder that cannot be written costs nothing but another measurement."""
+    path = tmp_path / "autotune.json"
+    path.write_text(content)
+    for decisions in (Decisions(path), Decisions(path / "under a file.json")):
+        assert decisions.get("a") is None
+        decisions.put("a", PAYS)
+        assert decisions.get("a") == PAYS
+    assert Decisions(path).get("a") == PAYS
+
+
+def test_processes_that_share_a_file_keep_each_others_decisions(tmp_path: Path) -> None:
+    path, decision = tmp_path / "autotune.json", Decision(0.5, 0.4, 0.6)
+    first, second = Decisions(path), Decisions(path)
+    assert first.get("a") is second.get("a") is None
+    first.put("a", decision)
+    second.put("b", decision)
+    first.put("c", decision)
+    assert sorted(json.loads(path.read_text())) == ["a", "b", "c"]
+    assert first.get("b") == second.get("c") == decision

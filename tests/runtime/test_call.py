@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
-import elfatt_sd.runtime.call as calls_module
 import elfatt_sd.runtime.processor as processor_module
 from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, find_layers
 from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.runtime.call import LayerCall
+from elfatt_sd.runtime.denoiser import KEPT_CALLS
 from elfatt_sd.runtime.schedule import Position, Run
 
 
@@ -66,7 +66,7 @@ def test_a_shared_difference_is_that_of_the_first_step(phase: Phase) -> None:
     draws = []
     for step in range(3):
         tokens = torch.randn(2, ROWS * COLUMNS, attention.query_dim, generator=noise)
-        layer.denoiser.begin(Position(step, 6), run, Given.latent(sample, 0))
+        layer.patch.begin(Position(step, 6), run, Given.latent(sample, 0))
         state = layer.state
         result, own = attention(tokens), processor_module.approximate(around(attention, tokens), state, phase, tokens)
         if step == 0:
@@ -107,16 +107,14 @@ def test_differences_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert count(timesteps[1:3], sample[:1], text[:1]) == [3, 0]
 
 
-@torch.no_grad()
 def test_calls_of_one_step_have_differences_of_their_own() -> None:
     """Guidance may call the UNet once with the prompt and once without."""
     unet, timesteps = corrected(CORRECTED[0])
-    (sample, text), other = inputs(torch.float32), torch.zeros(2, 5, tiny.TEXT_WIDTH)
-    alone = [[unet(sample, timestep, context).sample for timestep in timesteps] for context in (text, other)]
-    turns = [[unet(sample, timestep, context).sample for context in (text, other)] for timestep in timesteps]
-    for context in range(2):
-        for step in range(len(timesteps)):
-            assert torch.equal(turns[step][context], alone[context][step])
+    sample, text = inputs(torch.float32)
+    texts = (text, torch.zeros(2, 5, tiny.TEXT_WIDTH))
+    alone = [[unet(sample, timestep, each).sample for timestep in timesteps] for each in texts]
+    turns = [[unet(sample, timestep, each).sample for each in texts] for timestep in timesteps]
+    assert all(torch.equal(turns[step][each], alone[each][step]) for each in range(2) for step in range(len(timesteps)))
 
 
 @torch.no_grad()
@@ -147,39 +145,35 @@ def test_parts_of_a_layers_input_keep_their_own() -> None:
     attention: Any = find_layers(unet)[0].attention
     layer, run, (sample, _), noise = attention.elfatt_state, Run(), inputs(torch.float32), generator()
     parts = [torch.randn(size, ROWS * COLUMNS, attention.query_dim, generator=noise) for size in (2, 2, 1)]
-    layer.denoiser.begin(Position(0, 6), run, Given.latent(sample, 0))
+    layer.patch.begin(Position(0, 6), run, Given.latent(sample, 0))
     state, differences = layer.state, []
     for tokens in parts:
         exact = AttnProcessor2_0()(attention, tokens)
         torch.testing.assert_close(attention(tokens), exact, atol=1e-5, rtol=0)
         differences.append(exact - processor_module.approximate(around(attention, tokens), state, CORRECTED[0], tokens))
-    layer.denoiser.begin(Position(1, 6), run, Given.latent(sample, 0))
+    layer.patch.begin(Position(1, 6), run, Given.latent(sample, 0))
     state = layer.state
     for tokens, difference in zip(parts, differences, strict=True):
         own = processor_module.approximate(around(attention, tokens), state, CORRECTED[0], tokens)
         torch.testing.assert_close(attention(tokens), own + difference, atol=1e-5, rtol=0)
 
 
-@torch.no_grad()
 def test_calls_on_no_schedule_share_nothing() -> None:
-    """Numbers in a loop of one's own may be those of score distillation: each is exact, and that is said once."""
-    unet, (sample, text) = corrected(CORRECTED[0])[0], inputs(torch.float32)
-    exact = {number: tiny.unet()(sample, number, text).sample for number in (960, 920, 100, 99)}
-    with pytest.warns(UserWarning, match="on no schedule: they are exact") as warned:
-        found = {number: unet(sample, number, text).sample for number in exact}
-    assert len(warned) == 1
-    assert all(torch.allclose(found[number], exact[number], atol=1e-5) for number in exact)
+    """Numbers in a loop of one's own may be those of score distillation: each is exact, and that is said once.
 
-
-@torch.no_grad()
-def test_a_preview_between_two_steps_does_not_end_their_run() -> None:
-    unet, timesteps = corrected(CORRECTED[0])
-    sample, text = inputs(torch.float32)
+    As a preview between two steps, such a call does not end their run.
+    """
+    (unet, timesteps), (sample, text) = corrected(CORRECTED[0]), inputs(torch.float32)
+    exact = {number: tiny.unet()(sample, number, text).sample for number in (960, 920, 100)}
     alone = [unet(sample, timestep, text).sample for timestep in timesteps]
-    with pytest.warns(UserWarning, match="on no schedule"):
+    with pytest.warns(UserWarning, match="on no schedule: they are exact") as warned:
         for timestep, expected in zip(timesteps, alone, strict=True):
             assert torch.equal(unet(sample, timestep, text).sample, expected)
-            unet(sample + 1, 500, text)
+            for number, found in exact.items():
+                torch.testing.assert_close(unet(sample, number, text).sample, found, atol=1e-5, rtol=0)
+    assert len(warned) == 1
+    with pytest.raises(ElfattError, match="not known, and the patch keeps something from step to step"):
+        unet(sample, torch.tensor([10, 900]), text)
 
 
 @torch.no_grad()
@@ -201,16 +195,6 @@ def test_nothing_is_computed_for_steps_that_never_come(monkeypatch: pytest.Monke
     assert calls.count("softmax") == 3 * layers
 
 
-@pytest.mark.parametrize("settings", [{}, {"reuse_steps": 2}], ids=str)
-def test_what_is_kept_from_step_to_step_needs_the_step(settings: dict[str, Any]) -> None:
-    """Else the difference of one run would be added in all that follow."""
-    phase = Phase(1.0, ratio=0.5) if settings else CORRECTED[0]
-    unet = elfatt_sd.apply_patch(tiny.unet(), PatchConfig("kept", (phase,), **settings))
-    sample, text = inputs(torch.float32)
-    with pytest.raises(ElfattError, match="not known, and the patch keeps something from step to step"):
-        unet(sample, torch.tensor([10, 900]), text)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "sd"])
 def test_a_default_device_is_not_that_of_the_draws(method: str) -> None:
@@ -228,20 +212,20 @@ def test_a_default_device_is_not_that_of_the_draws(method: str) -> None:
 def test_a_call_that_is_repeated_takes_nothing_over() -> None:
     """As in a loop of the user's own; and what such calls keep does not grow for ever."""
     unet, timesteps = corrected(CORRECTED[0])
-    denoiser = find_layers(unet)[0].attention.elfatt_state.denoiser  # type: ignore[union-attr]
+    denoiser = find_layers(unet)[0].attention.elfatt_state.patch  # type: ignore[union-attr]
     sample, text = inputs(torch.float32)
     exact = unet(sample, timesteps[0], text).sample
-    for _ in range(calls_module.KEPT_CALLS + 3):
+    for _ in range(KEPT_CALLS + 3):
         assert torch.equal(unet(sample, timesteps[0], text).sample, exact)
     shelves = denoiser.latest.memory.residuals.values()
-    assert {len(shelf._kept) for shelf in shelves} == {calls_module.KEPT_CALLS}
+    assert {len(shelf.kept) for shelf in shelves} == {KEPT_CALLS}
     assert not torch.equal(unet(sample, timesteps[1], text).sample, exact)
 
 
 def test_no_difference_outlives_its_run() -> None:
     """What decodes the latents finds the memory free; gradients do not reach back to an earlier step."""
     unet, timesteps = corrected(CORRECTED[0])
-    denoiser = find_layers(unet)[0].attention.elfatt_state.denoiser  # type: ignore[union-attr]
+    denoiser = find_layers(unet)[0].attention.elfatt_state.patch  # type: ignore[union-attr]
     sample, text = inputs(torch.float32)
     held = []
     for timestep in timesteps:

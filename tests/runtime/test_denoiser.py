@@ -16,7 +16,7 @@ from support.checks import ACTIVE, elfatt_processors, picture_of, processors, re
 
 import elfatt_sd
 from elfatt_sd.benchmarking.variants import forget_residuals, patched_layers
-from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.measure import peak_memory
 from elfatt_sd.runtime import processor as processor_module
@@ -40,7 +40,7 @@ def test_copies_of_a_patched_pipeline_follow_their_own_scheduler(pipe: Any, twin
     elfatt_sd.apply_patch(pipe, "elfatt")
     before = picture_of(pipe, 5)
     twin = twin_of(pipe)
-    assert twin.unet.elfatt_patch._schedule._find_scheduler() is twin.scheduler
+    assert twin.unet.elfatt_patch.schedule._find_scheduler() is twin.scheduler
     pipe.scheduler.set_timesteps(50)
     assert torch.equal(picture_of(twin, 5), before)
     again = copy.deepcopy(twin)
@@ -72,14 +72,7 @@ def test_masks_and_unexpected_tokens_fall_back_to_exact_attention(pipe: Any) -> 
         elfatt_sd.remove_patch(pipe.unet)
         assert torch.equal(masked, layer(tokens, attention_mask=mask))
         assert torch.equal(odd, layer(tokens[:, :100]))
-
-
-def test_a_processor_built_anew_works_like_the_old_one(pipe: Any) -> None:
-    """Loading an IP-Adapter rebuilds every self-attention processor without arguments."""
-    elfatt_sd.apply_patch(pipe, "elfatt")
-    expected = picture_of(pipe)
-    pipe.unet.set_attn_processor({name: type(old)() for name, old in pipe.unet.attn_processors.items()})
-    assert torch.equal(picture_of(pipe), expected)
+        assert torch.equal(ElfattProcessor()(layer, tokens), layer(tokens)), "on a layer that is not patched"
 
 
 class Other(AttnProcessor2_0):
@@ -111,31 +104,25 @@ def test_displaced_processors_are_reported_once(pipe: Any) -> None:
     pipe.unet.set_attn_processor(dict(plain))
 
 
-@pytest.mark.parametrize("method", ACTIVE)
-def test_what_replaces_plain_attention_by_plain_attention_leaves_the_patch(folder: Path, method: str) -> None:
-    """Slicing, resetting, saving and putting back: they are of the original, also in steps that are exact."""
-    pipe = tiny.sd15(folder)
-    elfatt_sd.apply_patch(pipe, method)
-    expected = picture_of(pipe, steps=6)
-    pipe.enable_attention_slicing(1)
-    torch.testing.assert_close(picture_of(pipe, steps=6), expected, atol=1e-4, rtol=0)
-    pipe.unet.set_default_attn_processor()
-    torch.testing.assert_close(picture_of(pipe, steps=6), expected, atol=1e-4, rtol=0)
-    kept = pipe.unet.attn_processors
-    elfatt_sd.remove_patch(pipe)
-    pipe.unet.set_attn_processor(kept)
-    assert not elfatt_processors(pipe.unet)
-
-
-def test_projections_fused_while_patched(folder: Path) -> None:
-    """Nothing of ours comes back when they are taken apart after the patch is gone."""
+def test_what_replaces_plain_attention_by_plain_attention_leaves_the_patch(folder: Path) -> None:
+    """Slicing, fusing, resetting, an IP-Adapter, saving and putting back: they are of the original."""
     pipe = tiny.sd15(folder)
     elfatt_sd.apply_patch(pipe, "elfatt")
     expected = picture_of(pipe)
-    pipe.fuse_qkv_projections(vae=False)
-    torch.testing.assert_close(picture_of(pipe), expected, atol=1e-4, rtol=0)
+    anew = {name: type(old)() for name, old in pipe.unet.attn_processors.items()}
+    for change in (
+        lambda: pipe.unet.set_attn_processor(anew),
+        lambda: pipe.enable_attention_slicing(1),
+        pipe.unet.set_default_attn_processor,
+        lambda: pipe.fuse_qkv_projections(vae=False),
+    ):
+        change()
+        torch.testing.assert_close(picture_of(pipe), expected, atol=1e-4, rtol=0)
+    kept = pipe.unet.attn_processors
     elfatt_sd.remove_patch(pipe)
     pipe.unfuse_qkv_projections(vae=False)
+    assert not elfatt_processors(pipe.unet)
+    pipe.unet.set_attn_processor(kept)
     assert not elfatt_processors(pipe.unet)
 
 
@@ -191,8 +178,7 @@ def test_other_processors_are_left_alone_or_taken_over_by_name(pipe: Any) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*approximates no step of this run, which begins with step 1000")
-@pytest.mark.parametrize("step", [0, 999])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "step"), [*((method, 0) for method in ACTIVE), ("elfatt-quality", 999)])
 def test_a_patched_call_needs_no_more_memory_than_it_keeps(method: str, step: int) -> None:
     """Beyond a percent, for what was drawn: positions of samples, blocks and destinations."""
     unet = tiny.unet()
@@ -211,47 +197,14 @@ def test_a_patched_call_needs_no_more_memory_than_it_keeps(method: str, step: in
         call()
         forget_residuals(unet)
         peak = peak_memory(call, cpu)
-        states = [layer.denoiser.latest.states[layer.index] for layer in patched_layers(unet)]
+        states = [layer.patch.latest.states[layer.index] for layer in patched_layers(unet)]
         kept = sum(one.values.nbytes for state in states for one in state.residuals.values())
         assert bool(kept) == (method == "elfatt-quality" and step == 0), "given back in the last step"
         assert (peak or 0) <= 1.01 * untouched + kept
 
 
-def test_default_processor_on_layers_that_are_not_patched(pipe: Any) -> None:
-    layer = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    tokens = torch.randn(1, 256, 16)
-    with torch.no_grad():
-        expected = layer(tokens)
-        assert torch.equal(ElfattProcessor()(layer, tokens), expected)
-
-
-def test_samples_of_fused_projections(pipe: Any) -> None:
-    config = PatchConfig("samples", (Phase(1.0, "sampled", block_size=16, groups=4),))
-    with elfatt_sd.patched(pipe, config):
-        apart = picture_of(pipe)
-    fused = copy.deepcopy(pipe.unet)
-    unet, pipe.unet = pipe.unet, fused
-    try:
-        fused.fuse_qkv_projections()
-        with elfatt_sd.patched(pipe, config):
-            together = picture_of(pipe)
-    finally:
-        pipe.unet = unet
-    torch.testing.assert_close(together, apart, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("method", ACTIVE)
-def test_a_call_leaves_no_tokens_behind(pipe: Any, method: str) -> None:
-    """What every layer kept would add up in the peak of memory."""
-    elfatt_sd.apply_patch(pipe, method, active_fraction=1.0)
-    picture_of(pipe, steps=2)
-    states = [layer.denoiser.latest.states[layer.index] for layer in patched_layers(pipe.unet)]
-    assert states
-    assert all(state.block_input is None for state in states)
-
-
-def test_a_call_that_fails_leaves_no_tokens_behind(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where memory ran out, what is held may be what another call would need."""
+def test_a_call_leaves_no_tokens_behind(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every layer kept would add up in the peak of memory; where memory ran out, another call would need it."""
 
     def run_out(*_: Any) -> None:
         states = [module.elfatt_state.latest for module in pipe.unet.modules() if hasattr(module, "elfatt_state")]
@@ -260,8 +213,19 @@ def test_a_call_that_fails_leaves_no_tokens_behind(pipe: Any, monkeypatch: pytes
 
     held: list[Any] = []
     elfatt_sd.apply_patch(pipe, "tome")
+    picture_of(pipe, steps=2)
+    states = [layer.patch.latest.states[layer.index] for layer in patched_layers(pipe.unet)]
+    assert states and all(state.block_input is None for state in states)
     monkeypatch.setattr(processor_module, "attend", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         picture_of(pipe, steps=2)
     [state] = held
     assert state.block_input is None and state.candidates is None
+
+
+def test_samples_of_fused_projections(folder: Path) -> None:
+    pipe = tiny.sd15(folder)
+    elfatt_sd.apply_patch(pipe, PatchConfig("samples", (Phase(1.0, "sampled", block_size=16, groups=4),)))
+    apart = picture_of(pipe)
+    pipe.unet.fuse_qkv_projections()
+    torch.testing.assert_close(picture_of(pipe), apart, atol=1e-4, rtol=0)

@@ -1,14 +1,18 @@
-"""The processor computes each method's formula through a real layer, and never waits for the device."""
+"""The processor computes each method's formula through a real layer, in the dtypes that are asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import tiny_pipelines as tiny
-from support.checks import COLUMNS, ROWS, generator, inputs
+from support import tiny_transformers
+from support.checks import COLUMNS, ROWS, generator, inputs, runner
 from torch import Tensor
+from torch.nn import functional
 
 import elfatt_sd
 import elfatt_sd.patch as patch_module
@@ -19,6 +23,7 @@ from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers
 from elfatt_sd.methods import Draws
+from elfatt_sd.phases import DENSE
 
 
 class Layer:
@@ -39,7 +44,7 @@ class Layer:
         for handle in handles:
             handle.remove()
         patched = self.attention.elfatt_state
-        self.state = patched.denoiser.latest.states[patched.index]
+        self.state = patched.patch.latest.states[patched.index]
         self.split: Any = self.state.split
 
     def _keep(self, module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
@@ -103,28 +108,17 @@ def test_agent_sd_follows_its_recipe(use_rand: bool) -> None:
 
 
 @torch.no_grad()
-def test_elfatt_with_an_even_number_of_heads() -> None:
-    """Eq. lepe2sd on merged tokens: the first half of the heads through agents, the second inside blocks."""
-    layer = Layer(PatchConfig.preset("elfatt", agents=12, block_size=30))
-    merge = layer.matching(0.5)
-    q, k, v = layer.qkv(merge.merge(layer.tokens))
-    first = through_agents(q[:, :1], k[:, :1], v[:, :1], 12)
-    second = softmax(q[:, 1:], k[:, 1:], v[:, 1:], allowed=same_block(128, 30))
-    layer.check(merge.unmerge(layer.out(torch.cat([first, second], dim=1))))
+@pytest.mark.parametrize("heads", [2, 5])
+def test_elfatt_splits_heads_or_channels(heads: int) -> None:
+    """Eq. lepe2sd on merged tokens: the first half of the heads through agents, the second inside blocks.
 
-
-@torch.no_grad()
-def test_elfatt_with_an_odd_number_of_heads() -> None:
-    """Eq. lepe1sd, as at the top of SD 2.x: half of the channels of each of five heads."""
-    layer = Layer(
-        PatchConfig.preset("elfatt", agents=12, block_size=30),
-        block_out_channels=(80, 160, 160),
-        attention_head_dim=(5, 10, 10),
-    )
-    merge = layer.matching(0.5)
-    (qa, qb), (ka, kb), (va, vb) = (x.split(8, dim=3) for x in layer.qkv(merge.merge(layer.tokens)))
-    assert qa.shape[1] == 5
-    mixed = torch.cat([through_agents(qa, ka, va, 12), softmax(qb, kb, vb, allowed=same_block(128, 30))], dim=3)
+    With an odd number of heads eq. lepe1sd, as at the top of SD 2.x: half of the channels of each of them.
+    """
+    odd = {"block_out_channels": (80, 160, 160), "attention_head_dim": (5, 10, 10)} if heads == 5 else {}
+    layer = Layer(PatchConfig.preset("elfatt", agents=12, block_size=30), **odd)
+    merge, dim, half = layer.matching(0.5), 3 if odd else 1, 8 if odd else 1
+    (qa, qb), (ka, kb), (va, vb) = (x.split(half, dim=dim) for x in layer.qkv(merge.merge(layer.tokens)))
+    mixed = torch.cat([through_agents(qa, ka, va, 12), softmax(qb, kb, vb, allowed=same_block(128, 30))], dim=dim)
     layer.check(merge.unmerge(layer.out(mixed)))
 
 
@@ -207,7 +201,7 @@ def test_logits_in_float32_on_request(phase: Phase, fp32_logits: bool, monkeypat
 
         monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
         attention: Any = find_layers(unet)[0].attention
-        denoiser = attention.elfatt_state.denoiser
+        denoiser = attention.elfatt_state.patch
         denoiser.enter(denoiser.latest)
         assert attention(tokens).dtype == torch.float16
     assert seen == {torch.float32 if fp32_logits else torch.float16}
@@ -235,7 +229,7 @@ def test_a_layer_that_is_left_alone_is_exact(method: str, backend: str) -> None:
     elfatt_sd.apply_patch(unet, method, attention_backend=backend)
     for layer in find_layers(unet):
         if state := getattr(layer.attention, "elfatt_state", None):
-            state.denoiser.pays = lambda *_: False
+            state.patch.pays = lambda *_: False
     torch.testing.assert_close(unet(sample, timestep, text).sample, untouched, atol=1e-5, rtol=0)
 
 
@@ -249,3 +243,110 @@ def test_the_backend_serves_patched_layers_in_every_phase(method: str, monkeypat
     for timestep in torch.tensor([999, 500, 0]):
         with torch.no_grad(), pytest.raises(ElfattError, match=r"attention_backend='flash' (needs|does not take) "):
             unet(sample, timestep, text)
+
+
+# `attention_dtype`: queries, keys and values are rounded to it, nothing else is, and exact phases stay as they are.
+
+PHASES = {
+    "dense": Phase(),
+    "merged": Phase(1.0, "softmax", ratio=0.5),
+    "agent": Phase(1.0, "agent", agents=8, agent_source="pooled"),
+    "block": Phase(1.0, "block", block_size=16),
+    "elfatt": Phase(1.0, "elfatt", block_size=16, agents=8, agent_source="pooled"),
+    "sampled": Phase(1.0, "sampled", keys=16),
+    "cell_spread": Phase(1.0, "cell_spread", block_size=16, cell=8),
+    "shared": Phase(1.0, "sampled", keys=16, residual_steps=2),
+    "reuse": Phase(1.0, "reuse", residual_steps=2),
+}
+
+
+def in_dtype(phase: Phase, dtype: Any) -> PatchConfig:
+    return PatchConfig("own", (phase.with_settings({"attention_dtype": dtype}),), levels=9)
+
+
+def made(family: str, folder: Path) -> tuple[Any, Callable[..., Tensor]]:
+    if family == "unet":
+        pipe = tiny.sd15(folder)
+        return pipe, runner(pipe)
+    if family == "flux":
+        pipe = tiny_transformers.flux(folder)
+        return pipe, tiny_transformers.runner(pipe, prompt="a b", height=32, width=48, max_sequence_length=16)
+    return tiny_transformers.sd3()
+
+
+@pytest.mark.parametrize("phase", PHASES.values(), ids=list(PHASES))
+@pytest.mark.parametrize("family", ["unet", "flux", "sd3"])
+def test_what_is_approximated_is_rounded_a_little(family: str, phase: Phase, folder: Path) -> None:
+    pipe, run = made(family, folder)
+    try:
+        with elfatt_sd.patched(pipe, in_dtype(phase, None)):
+            alike = run()
+    except ElfattError as error:
+        assert phase.merge.ratio, "all else goes with every family"
+        pytest.skip(f"it does not go with this family: {error}")
+    outputs = []
+    for denoiser in (getattr(pipe, name) for name in ("unet", "transformer") if hasattr(pipe, name)):
+        for layer in find_layers(denoiser):
+            layer.attention.register_forward_hook(lambda *given: outputs.append(given[2]))
+    with elfatt_sd.patched(pipe, in_dtype(phase, "bfloat16")):
+        rounded = run()
+    first = [output[0] if isinstance(output, tuple) else output for output in outputs]
+    assert {output.dtype for output in first} == {torch.float32}
+    error = float((rounded - alike).norm() / alike.norm())
+    assert 0 < error < (0.05 if phase.dense else 0.5), "merging may choose other tokens"
+
+
+def test_nothing_but_approximated_attention_is_rounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention to the text, and that of exact phases, is that of the model."""
+    pipe, seen = tiny.sd15(folder, scheduler=tiny.ddim()), []
+    inside: list[bool] = []
+    pipe.unet.register_forward_pre_hook(lambda *_: inside.append(True))
+    pipe.unet.register_forward_hook(lambda *_: inside.clear())
+    attend = functional.scaled_dot_product_attention
+
+    def spy(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.extend([(q.dtype, q.shape[2] == k.shape[2])] * bool(inside))
+        return attend(q, k, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    halves = (Phase(0.5), Phase(1.0, attention_dtype="bfloat16"))
+    with elfatt_sd.patched(pipe, PatchConfig("second half", halves, levels=9)):
+        runner(pipe, num_inference_steps=4)()
+    own = [dtype for dtype, to_itself in seen if to_itself]
+    layers = len(find_layers(pipe.unet))
+    assert own == [torch.float32] * 2 * layers + [torch.bfloat16] * 2 * layers
+    assert {dtype for dtype, to_itself in seen if not to_itself} == {torch.float32}
+
+
+def test_the_exact_step_of_a_shared_difference_is_rounded_too(folder: Path) -> None:
+    pipe, found = tiny.sd15(folder), {}
+    outputs: list[Tensor] = []
+    pipe.unet.register_forward_hook(lambda *given: outputs.append(given[2][0]))
+    configs = {name: in_dtype(PHASES[name], "bfloat16") for name in ("dense", "shared")}
+    for name, config in {"untouched": PatchConfig("sd"), **configs}.items():
+        outputs.clear()
+        with elfatt_sd.patched(pipe, config):
+            runner(pipe)()
+        found[name] = outputs[0]
+    torch.testing.assert_close(found["shared"], found["dense"], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(found["dense"], found["untouched"], atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["unet", "flux"])
+def test_models_in_half_precision_are_left_in_it(family: str, folder: Path) -> None:
+    """Settings that were found in float32 cost them no precision."""
+    pipe, run = made(family, folder)
+    pipe.to(dtype=torch.bfloat16)
+    found = []
+    for dtype in (None, "float16"):
+        with elfatt_sd.patched(pipe, in_dtype(PHASES["sampled"], dtype)):
+            found.append(run())
+    assert torch.equal(*found)
+
+
+def test_exact_attention_shares_nothing() -> None:
+    phase = Phase(residual_steps=4, attention_dtype="bfloat16")
+    assert (phase.exact, phase.dense, phase.residual_steps, phase.corrects) == (False, True, 1, False)
+    assert (DENSE[None].exact, DENSE["bfloat16"].exact) == (True, False)
+    shared = PatchConfig("own", (DENSE["bfloat16"],)).with_settings(residual_steps=4)
+    assert shared.without_effect(["residual_steps"]) == ["residual_steps"]

@@ -15,7 +15,7 @@ from support.checks import IDS, SCHEDULERS, scheduler
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.runtime.call import Denoiser
+from elfatt_sd.runtime.denoiser import Patch
 from elfatt_sd.runtime.schedule import Position, Schedule
 
 
@@ -23,13 +23,13 @@ from elfatt_sd.runtime.schedule import Position, Schedule
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Position, str]]:
     """Positions and phases of all UNet calls, as the patch sees them."""
     calls: list[tuple[Position, str]] = []
-    begin = Denoiser.begin
+    begin = Patch.begin
 
-    def record(self: Denoiser, position: Position, *args: Any, **kwargs: Any) -> None:
+    def record(self: Patch, position: Position, *args: Any, **kwargs: Any) -> None:
         begin(self, position, *args, **kwargs)
         calls.append((position, next(iter(self.latest.phases.values())).attention.name))
 
-    monkeypatch.setattr(Denoiser, "begin", record)
+    monkeypatch.setattr(Patch, "begin", record)
     return calls
 
 
@@ -41,7 +41,7 @@ def run(pipe: Any, steps: int, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "extra"), SCHEDULERS, ids=IDS)
-@pytest.mark.parametrize("steps", [1, 4, 7])
+@pytest.mark.parametrize("steps", [1, 7])
 def test_every_call_has_its_index(pipe: Any, recorded: Any, name: str, extra: dict[str, Any], steps: int) -> None:
     pipe.scheduler = scheduler(name, extra)
     elfatt_sd.apply_patch(pipe, TWO_PHASES)
@@ -68,20 +68,8 @@ def test_fifty_steps(name: str, extra: dict[str, Any]) -> None:
     assert agent.count("agent") == {50: 20, 51: 21, 99: 40}[calls]
 
 
-def test_plms_first_fifth_is_ten_steps() -> None:
-    chosen = scheduler("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1})
-    chosen.set_timesteps(50)
-    config = PatchConfig.preset("elfatt")
-    early = {
-        int(timestep)
-        for index, timestep in enumerate(chosen.timesteps)
-        if config.phase_at(index, len(chosen.timesteps)).attention.name == "elfatt"
-    }
-    assert len(early) == 10
-
-
 @pytest.mark.parametrize("name", ["DDIMScheduler", "PNDMScheduler", "HeunDiscreteScheduler"])
-@pytest.mark.parametrize("strength", [0.2, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("strength", [0.2, 0.9, 1.0])
 def test_image_to_image_starts_inside_the_schedule(pipe: Any, recorded: Any, strength: float, name: str) -> None:
     other = tiny.quiet(diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False))
     other.scheduler = scheduler(name, dict(SCHEDULERS)[name])
@@ -105,17 +93,6 @@ def test_a_pipeline_that_shares_the_unet_is_followed_too(pipe: Any, recorded: An
     assert [position for position, _ in recorded] == [Position(index, 10) for index in range(5, 10)]
 
 
-@pytest.mark.parametrize(("strength", "first"), [(1.0, 0), (0.5, 2)])
-def test_inpainting(pipe: Any, recorded: Any, strength: float, first: int) -> None:
-    other = tiny.quiet(diffusers.StableDiffusionInpaintPipeline(**pipe.components, requires_safety_checker=False))
-    elfatt_sd.apply_patch(other, TWO_PHASES)
-    image, mask = torch.zeros(1, 3, 16, 16), torch.ones(1, 1, 16, 16)
-    other.scheduler = scheduler("DDIMScheduler", {})
-    run(other, 4, image=image, mask_image=mask, strength=strength, height=16, width=16)
-    assert [position for position, _ in recorded] == [Position(index, 4) for index in range(first, 4)]
-    assert [attention for _, attention in recorded].count("block") == (0 if first else 1)
-
-
 def test_sdxl_base_and_refiner_share_one_schedule(folder: Path, recorded: Any) -> None:
     base = tiny.sdxl(folder)
     refiner = tiny.quiet(
@@ -137,6 +114,7 @@ def test_sdxl_base_and_refiner_share_one_schedule(folder: Path, recorded: Any) -
 
 
 def test_after_an_exception_a_new_run_starts_at_the_beginning(pipe: Any, recorded: Any) -> None:
+    """Also with another scheduler."""
     pipe.scheduler = scheduler("DDIMScheduler", {})
     elfatt_sd.apply_patch(pipe, TWO_PHASES)
 
@@ -147,16 +125,11 @@ def test_after_an_exception_a_new_run_starts_at_the_beginning(pipe: Any, recorde
 
     with pytest.raises(KeyboardInterrupt):
         run(pipe, 10, callback_on_step_end=stop)
-    recorded.clear()
-    run(pipe, 5)
-    assert [position for position, _ in recorded] == [Position(index, 5) for index in range(5)]
-
-
-def test_scheduler_swapped_after_patching(pipe: Any, recorded: Any) -> None:
-    elfatt_sd.apply_patch(pipe, TWO_PHASES)
-    pipe.scheduler = scheduler("HeunDiscreteScheduler", {})
-    run(pipe, 6)
-    assert [position for position, _ in recorded] == [Position(index, 11) for index in range(11)]
+    for name, calls in (("DDIMScheduler", 6), ("HeunDiscreteScheduler", 11)):
+        recorded.clear()
+        pipe.scheduler = scheduler(name, {})
+        run(pipe, 6)
+        assert [position for position, _ in recorded] == [Position(index, calls) for index in range(calls)]
 
 
 def call(unet: Any, timestep: Any, batch: int = 1) -> torch.Tensor:
@@ -178,50 +151,11 @@ def test_a_bare_unet_with_plain_numbers(pipe: Any, recorded: Any) -> None:
     elfatt_sd.apply_patch(pipe.unet, TWO_PHASES)
     for timestep in (999, 800, 799, 500, 0, torch.tensor(900), torch.tensor([900, 900])):
         call(pipe.unet, timestep, batch=2)
-    assert [attention for _, attention in recorded] == [
-        "block",
-        "block",
-        "softmax",
-        "softmax",
-        "softmax",
-        "block",
-        "block",
-    ]
-
-
-def test_pipelines_that_hand_over_noise_levels(recorded: Any) -> None:
-    """VE-SDE calls its model twice at each noise level, Karras-VE at two of them."""
-
-    def unet(**more: Any) -> Any:
-        torch.manual_seed(0)
-        kinds = {
-            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-        }
-        widths = {"block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8, "attention_head_dim": 8}
-        return diffusers.UNet2DModel(sample_size=16, **kinds, **widths, **more).eval()
-
-    for made in (
-        diffusers.ScoreSdeVePipeline(unet(time_embedding_type="fourier"), diffusers.ScoreSdeVeScheduler()),
-        diffusers.KarrasVePipeline(unet(), diffusers.KarrasVeScheduler()),
-    ):
-        recorded.clear()
-        pipe = tiny.quiet(made)
-        elfatt_sd.apply_patch(pipe, TWO_PHASES)
-        pipe(num_inference_steps=20, generator=torch.Generator().manual_seed(0), output_type="np")
-        steps = [position.step for position, _ in recorded]
-        assert steps == sorted(steps) and set(steps) == set(range(20))
-        early = [attention for _, attention in recorded].count("block") / len(recorded)
-        assert early == pytest.approx(0.2, abs=0.05)
-
-
-def test_an_unknown_step_is_an_error_only_if_it_matters(pipe: Any) -> None:
-    mixed = torch.tensor([10, 900])
-    elfatt_sd.apply_patch(pipe.unet, "elfatt")
-    with pytest.raises(ElfattError, match=r"scheduler\.timesteps"):
-        call(pipe.unet, mixed, batch=2)
+    assert [attention for _, attention in recorded] == ["block"] * 2 + ["softmax"] * 3 + ["block"] * 2
+    with pytest.raises(ElfattError, match=r"scheduler\.timesteps"):  # a step that is not known, where it matters
+        call(pipe.unet, torch.tensor([10, 900]), batch=2)
     elfatt_sd.apply_patch(pipe.unet, "tome")
-    assert call(pipe.unet, mixed, batch=2).isfinite().all()
+    assert call(pipe.unet, torch.tensor([10, 900]), batch=2).isfinite().all()
 
 
 def test_runs_are_told_apart() -> None:

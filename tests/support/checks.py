@@ -42,8 +42,10 @@ from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.families import find_denoisers, find_layers, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.methods import Grid
 from elfatt_sd.runtime import joint_processor, processor
-from elfatt_sd.runtime.call import Call, Denoiser, LayerCall
-from elfatt_sd.runtime.processor import ElfattProcessor, PatchedLayer
+from elfatt_sd.runtime.call import Call, LayerCall
+from elfatt_sd.runtime.denoiser import Patch
+from elfatt_sd.runtime.layer import Layers
+from elfatt_sd.runtime.processor import ElfattProcessor
 from elfatt_sd.runtime.schedule import Position
 from tools.toy import export
 
@@ -253,9 +255,8 @@ SAMPLE = torch.zeros(2, 4, 16, 16)
 def state_of(pipe: Any, config: PatchConfig) -> LayerCall:
     """State of the first layer on the finest grid, as a patch would make it."""
     layer = next(layer for layer in find_layers(pipe.unet) if layer.downsample == 1)
-    denoiser = Denoiser(config)
-    denoiser.layers = [PatchedLayer(layer, 0, layer.attention.processor, denoiser)]
-    return LayerCall(denoiser.layers[0], Call(config), layer.grid(Grid.image(*SAMPLE.shape[-2:])))
+    patch = Patch(config, Layers([layer], [layer]))
+    return LayerCall(patch.layers[0], Call(config), layer.grid(Grid.image(*SAMPLE.shape[-2:])))
 
 
 # Queries, keys and values, and every approximation of them.
