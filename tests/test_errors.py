@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from elfatt_sd import cli
 from elfatt_sd.errors import PACKAGES, ElfattError, OptionalPackage, install_line, need
+from elfatt_sd.evaluation.extraction import open_source
 from elfatt_sd.evaluation.features import load_extractor
-from elfatt_sd.evaluation.sources import open_source
 
 ROOT = Path(__file__).parents[1]
 EVAL = "pip install 'elfatt-sd[eval]'"

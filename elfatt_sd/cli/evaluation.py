@@ -156,9 +156,8 @@ def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet 
 @reports_failure
 def reference_command(protocol: Any, quiet: Quiet = False) -> None:
     """Compute the statistics of a protocol's reference, or find them in the cache."""
-    from elfatt_sd.evaluation.extraction import every_minute
+    from elfatt_sd.evaluation.extraction import check_exists, every_minute
     from elfatt_sd.evaluation.score import build_references
-    from elfatt_sd.evaluation.sources import check_exists
 
     check_exists(protocol.reference.source)
     quiet_libraries()
@@ -230,8 +229,8 @@ def verify_command(
 def _check_early(protocol: Protocol, out: Path) -> None:
     """Check folder, device, model and size, before anything is loaded."""
     from elfatt_sd.cli.preflight import check_sizes, check_steps
-    from elfatt_sd.evaluation.prompt_files import read_prompts
-    from elfatt_sd.evaluation.sources import check_exists
+    from elfatt_sd.evaluation.extraction import check_exists
+    from elfatt_sd.evaluation.prompts import read_prompts
     from elfatt_sd.loading import check_model, check_names, pick_device
 
     check_writable(out)

@@ -1,45 +1,275 @@
-"""Images of sources and of rows, and their features, in chunks that are committed one by one.
+"""Images of a reference and of rows: where they lie, how they are decoded, and their features, chunk by chunk.
 
-So memory is bounded, and a killed run goes on. Chunks and batches are cut at fixed places: the numbers do not depend on
-interruptions or on the number of processes.
+A chunk is kept once it is whole: memory is bounded, and a killed run goes on. Chunks and batches are cut at fixed
+places, so the numbers do not depend on interruptions or on the number of processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import hashlib
 import io
 import json
-import math
-from collections import deque
+import os
+import re
+import threading
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
-from elfatt_sd.evaluation.run import Row
-from elfatt_sd.evaluation.sources import Entry, Source, decode, pixels_of, quiet_pillow
-from elfatt_sd.evaluation.statistics import DAMAGED, is_finite, load_plain
-from elfatt_sd.files import atomic_file, read_plain, sha256_of_data, write_file
+from elfatt_sd.evaluation.statistics import is_finite, load_plain
+from elfatt_sd.files import atomic_file, is_hidden, read_plain, refused, sha256_of_data, visible, write_file
 from elfatt_sd.progress import Lines, Progress
 
-LARGE = 1 << 25  # pixels of an image of which one at a time is held: 100 MB of them, and several times that to decode
+if TYPE_CHECKING:
+    from elfatt_sd.evaluation.run import Row
+
+DECODING = 4  # goes up when the same file gives other pixels, or none
 CHUNK = 1024  # images that are committed together
 BATCH = 32  # images that go through the network together
-Decoded = np.ndarray[Any, np.dtype[np.uint8]] | str  # an image `[h, w, 3]`, or its name and what is wrong
+Pixels = np.ndarray[Any, np.dtype[np.uint8]]  # `[h, w, 3]`
+Decoded = Pixels | str  # an image, or its name and what is wrong with it
 FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
 RESIZES = ("none", "crop", "stretch")
-# What is wrong with a file for good: damaged, away, no plain file, a link to itself. Anything else may pass.
-_LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)
+_LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)  # what is wrong with a file for good; the rest may pass
+_SCAN, _END = b"\xda", b"\xff\xd9"  # of JPEG: the mark that data follow, and that of the end
+_DRAWINGS = ("EPS", "WMF")  # Pillow would let another program draw them
+# Of what is meant as an image, whether it can be read or not; and of what never is one.
+SUFFIXES = re.compile(
+    r"\.(apng|avif|bmp|dib|gif|hei[cf]|j2k|jfif|jp2|jpe?g?|jpf|jpx|jxl|p[bgnp]m|pcx|png|qoi|sgi|tga|tiff?|webp)"
+)
+BESIDE = re.compile(r"\.(caption|cls|csv|jsonl?|md|np[yz]|tsv|txt|xml|ya?ml)")
+_BYTES = re.compile(r"(large_)?binary|struct<.*bytes: (large_)?binary.*>")
+_COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")  # of tables with more bytes than these
+ACCEPTED = (
+    "a folder of images, a .parquet file or a folder of them, or statistics with mu and sigma in an .npz; unpack "
+    "archives first"
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    name: str  # what messages call it
+    where: Any  # what `Source.read` needs to find it
+    group: str = ""  # its class, as its folder or label column says; empty where nothing does
+
+
+@dataclass(frozen=True)
+class Source:
+    """Images in a fixed order."""
+
+    entries: Sequence[Entry]
+    # plain data that changes when the images do: names, sizes and times of files
+    fingerprint: Any
+    read: Callable[[Entry], bytes]  # returns the encoded bytes of an entry; safe to call from several threads
+    left_out: Sequence[str] = ()  # names of what is no image
+
+
+def open_source(source: str | Path, per_class: int = 0) -> Source:
+    path = Path(source)
+    check_exists(str(source))
+    if path.is_dir():
+        shards = visible(path.glob("*.parquet"))
+        others = [
+            each for each in visible(path.iterdir()) if each not in shards and not BESIDE.fullmatch(each.suffix.lower())
+        ]
+        found = replace(_tables(shards), left_out=[each.name for each in others]) if shards else _folder(path)
+    elif path.suffix.lower() == ".parquet":
+        found = _tables([path])
+    else:
+        raise ElfattError(f"reference {path} is a file of another kind; accepted: {ACCEPTED}.")
+    if not found.entries:
+        raise ElfattError(f"reference {path} holds no image{left_out_words(found.left_out)}; accepted: {ACCEPTED}.")
+    if not per_class:
+        return found
+    groups = {entry.group for entry in found.entries}
+    if "" in groups or len(groups) < 2:
+        remedy = "give one folder per class, or tables with labels"
+        raise ElfattError(f"reference {path} has no classes, which per_class={per_class} needs; {remedy}.")
+    seen: Counter[str] = Counter()
+    kept = []
+    for entry in found.entries:
+        seen[entry.group] += 1
+        if seen[entry.group] <= per_class:
+            kept.append(entry)
+    return replace(found, entries=kept)
+
+
+def check_exists(source: str) -> None:
+    """Check that the files of a reference are there, whatever they hold."""
+    if not source:
+        raise ElfattError("reference.source is missing; give --reference with a folder, .parquet or .npz.")
+    if source.partition(":")[0] not in ("toy", "renders") and not os.path.exists(source):
+        raise ElfattError(f"reference {source} does not exist; accepted: {ACCEPTED}.")
+
+
+def left_out_words(names: Sequence[str]) -> str:
+    """Say in brackets how many files are left out and name the first; empty where there is none."""
+    named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f" ({len(names)} left out, being no images: {named})" if names else ""
+
+
+def _folder(folder: Path) -> Source:
+    images: list[tuple[str, Path]] = []
+    left_out: list[str] = []
+    for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in _files_below(folder)):
+        if _is_image(path):
+            images.append((name, path))
+        elif not BESIDE.fullmatch(path.suffix.lower()):
+            left_out.append(name)
+    entries = [Entry(name, path, Path(name).parent.name) for name, path in images]
+    return Source(entries, [_stamp(*each) for each in images], lambda entry: read_plain(entry.where), left_out)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Files in a folder and in all below it, linked ones too, without what is hidden; each folder counts once."""
+
+    def tell(error: OSError) -> None:
+        raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
+
+    seen: set[tuple[int, int]] = set()  # a link may lead back, or several to one folder
+    for place, folders, files in os.walk(folder, onerror=tell, followlinks=True):
+        status = os.stat(place)
+        known = (status.st_dev, status.st_ino) in seen
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = [] if known else sorted(name for name in folders if not is_hidden(name))
+        yield from (Path(place, name) for name in files if not known and not is_hidden(name))
+
+
+def _is_image(path: Path) -> bool:
+    """Tell by the suffix and, where it says nothing, by the content."""
+    suffix = path.suffix.lower()
+    if SUFFIXES.fullmatch(suffix) or BESIDE.fullmatch(suffix) or not path.is_file():
+        return SUFFIXES.fullmatch(suffix) is not None
+    from PIL import Image
+
+    try:
+        with quiet_pillow(), Image.open(path) as opened:
+            return opened.format not in _DRAWINGS
+    except Exception:  # Pillow raises many kinds for what is no image
+        return False
+
+
+def _stamp(name: str, path: Path) -> list[Any]:
+    try:
+        status = path.stat()
+    except OSError:  # such as a link to nowhere, which is named when it is read
+        return [name, None, None]
+    return [name, status.st_size, status.st_mtime_ns]
+
+
+def _tables(files: Sequence[Path]) -> Source:
+    """List the images of tables; each is read when it is wanted."""
+    need("a .parquet reference", "pyarrow")
+    import pyarrow.parquet as parquet
+
+    tables: dict[Path, tuple[Any, str]] = {}
+    entries: list[Entry] = []
+    for file in files:
+        try:
+            table = parquet.ParquetFile(file)
+            tables[file] = table, _column(file, table.schema_arrow)
+            label = next((name for name in ("label", "cls", "class") if name in table.schema_arrow.names), None)
+            start = len(entries)
+            for number in range(table.num_row_groups):
+                count = table.metadata.row_group(number).num_rows
+                groups = table.read_row_group(number, columns=[label])[label].to_pylist() if label else [""] * count
+                first = len(entries) - start
+                entries += [
+                    Entry(f"{file.name}:{first + row}", (file, number, row), str(group))
+                    for row, group in enumerate(groups)
+                ]
+        except ElfattError:
+            raise
+        except Exception as error:  # pyarrow raises many kinds for damaged files
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ElfattError(f"reference {file} cannot be read ({reason}); accepted: a .parquet file.") from error
+    lock = threading.Lock()
+
+    @functools.lru_cache(maxsize=1)
+    def row_group(file: Path, number: int) -> Any:
+        table, column = tables[file]
+        return table.read_row_group(number, columns=[column]).column(0)
+
+    def read(entry: Entry) -> bytes:
+        file, number, row = entry.where
+        with lock:
+            value = row_group(file, number)[row].as_py()
+        content = value.get("bytes") if isinstance(value, dict) else value
+        if not content:
+            raise OSError("the row holds no bytes")
+        return bytes(content)
+
+    return Source(entries, [_stamp(file.name, file) for file in files], read)
+
+
+def _column(file: Path, schema: Any) -> str:
+    """The column that holds the bytes of images."""
+    found = [field.name for field in schema if _BYTES.fullmatch(str(field.type))]
+    named = [name for name in found if name.lower() in _COLUMNS] or found
+    if len(named) != 1:
+        what = f"bytes in the columns {', '.join(named)}" if named else f"no bytes in {', '.join(schema.names)}"
+        raise ElfattError(f"reference {file} has {what}; accepted: one column, or one named {', '.join(_COLUMNS)}.")
+    return str(named[0])
+
+
+def decode(content: bytes) -> Any:
+    """Decode an image of any mode to an 8-bit RGB `PIL.Image`, turned upright as its EXIF data says.
+
+    Transparent pixels are laid over white. Colour profiles are not applied.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        opened = Image.open(io.BytesIO(content))
+    except UnidentifiedImageError as error:  # whose own words are an address in memory
+        raise OSError("no image of a known kind" if content else "the file is empty") from error
+    with opened:
+        if opened.format in _DRAWINGS:
+            raise OSError(f"a drawing ({opened.format}), which has no pixels of its own")
+        if opened.format in ("JPEG", "MPO"):
+            _check_end(content)
+        frames = getattr(opened, "n_frames", 1)
+        if frames > 1 and opened.format != "MPO":  # of a camera: its other frames are smaller copies
+            raise OSError(f"{frames} frames or pages; accepted: one image a file")
+        if opened.mode.startswith(("F", "I")):
+            raise OSError(f"samples of more than 8 bits (mode {opened.mode}); accepted: 8 bits")
+        picture = ImageOps.exif_transpose(opened)
+        if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+            picture = picture.convert("RGBA")
+            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+        return picture.convert("RGB")
+
+
+def _check_end(content: bytes) -> None:
+    """Refuse a JPEG without an end: zeros after a broken download are decoded as grey, with no error."""
+    place = 2
+    while content[place : place + 1] == b"\xff" and content[place + 1 : place + 2] != _SCAN:
+        filler = content[place + 1 : place + 2] == b"\xff"
+        place += 1 if filler else 2 + int.from_bytes(content[place + 2 : place + 4])
+    if content.find(_END, place) < 0:
+        raise OSError("image file is truncated: it has no end")
+
+
+@contextlib.contextmanager
+def quiet_pillow() -> Iterator[None]:
+    """Do not tell what Pillow warns of: odd EXIF data and large images. Not for generators, which may interleave."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+        yield
 
 
 @dataclass(frozen=True)
@@ -57,28 +287,24 @@ class Preprocessing:
             if getattr(self, name) not in accepted:
                 raise ElfattError(f"{name}={getattr(self, name)!r} is not known; accepted: {', '.join(accepted)}.")
         if (self.size > 0) != (self.resize != "none"):
-            raise ElfattError(f"size={self.size} with resize={self.resize!r} is not accepted; give both, or neither.")
+            raise refused(f"size={self.size} with resize={self.resize!r}", "both, or neither")
 
-    def __call__(self, picture: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        if self.resize != "none":
+    def __call__(self, picture: Any) -> Pixels:
+        if self.resize != "none" and picture.size != (self.size, self.size):
             from PIL import Image, ImageOps
 
             method = Image.Resampling[self.filter.upper()]
-            square = (self.size, self.size)
-            if picture.size != square:
-                crop = self.resize == "crop"
-                picture = ImageOps.fit(picture, square, method) if crop else picture.resize(square, method)
+            scale = ImageOps.fit if self.resize == "crop" else Image.Image.resize
+            picture = scale(picture, (self.size, self.size), method)
         return np.array(picture)
 
 
 class Pictures(Protocol):
-    """Numbered images, each uint8 `[h, w, 3]`, or the reason why it cannot be had."""
+    """Numbered images, some of which may be unreadable."""
 
-    def __len__(self) -> int:
-        """Return how many there are."""
+    def __len__(self) -> int: ...
 
-    def load(self, start: int, stop: int) -> Iterator[Decoded]:
-        """Yield the images of a range in order, with bounded look-ahead."""
+    def load(self, start: int, stop: int) -> Iterator[Decoded]: ...  # those of a range, in order
 
 
 class SourceImages:
@@ -92,31 +318,25 @@ class SourceImages:
         return len(self.source.entries)
 
     def load(self, start: int, stop: int) -> Iterator[Decoded]:
-        """Yield decoded images; for an unreadable one its name and what is wrong. Large ones are decoded one by one."""
-        entries = self.source.entries[start:stop]
-        ahead = 4 * self.threads
         with ThreadPoolExecutor(self.threads) as pool:
-            futures = deque(pool.submit(self._load, entry, LARGE) for entry in entries[:ahead])
-            for position in range(len(entries)):
-                found = futures.popleft().result()
-                yield found if found is not None else cast(Decoded, self._load(entries[position]))
-                futures.extend(
-                    pool.submit(self._load, entry, LARGE) for entry in entries[position + ahead : position + ahead + 1]
-                )
+            ahead: deque[Any] = deque()
+            for entry in self.source.entries[start:stop]:
+                ahead.append(pool.submit(self._load, entry))
+                if len(ahead) > 4 * self.threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
 
-    def _load(self, entry: Entry, most: float = math.inf) -> Decoded | None:
+    def _load(self, entry: Entry) -> Decoded:
         try:
-            content = self.source.read(entry)
-            return None if pixels_of(content) > most else self.preprocessing(decode(content))
+            return self.preprocessing(decode(self.source.read(entry)))
         except (ElfattError, MemoryError):
             raise
         except Exception as error:  # Pillow raises many kinds for damaged files
             if isinstance(error, OSError) and error.errno not in _LASTING:
-                raise ElfattError(
-                    f"{entry.name} cannot be read: {error.strerror}; give the same command again."
-                ) from error
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-            return f"{entry.name} ({reason})"
+                reason = f"{error.strerror}; give the same command again"
+                raise ElfattError(f"{entry.name} cannot be read: {reason}.") from error
+            return f"{entry.name} ({getattr(error, 'strerror', None) or error})"
 
 
 @dataclass(frozen=True)
@@ -174,28 +394,30 @@ class Frames:
     def __len__(self) -> int:
         return len(self.clips) * self.count
 
-    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
+    def load(self, start: int, stop: int) -> Iterator[Decoded]:
         """Yield the frames of a range in order; of a clip that cannot be read, the reason for each."""
         first, last = start // self.count, -(-stop // self.count)
         for number, clip in enumerate(self.clips.load(first, last), first):
-            whole = isinstance(clip, str) or clip.shape[0] % self.count == 0
-            frames = np.split(clip, self.count) if whole and not isinstance(clip, str) else [clip] * self.count
+            frames: list[Decoded] = [clip] * self.count
+            if not isinstance(clip, str):
+                whole = clip.shape[0] % self.count == 0
+                wrong = f"image {number} (no {self.count} frames)"
+                frames = [*np.split(clip, self.count)] if whole else [wrong] * self.count
             for place, frame in enumerate(frames, number * self.count):
                 if start <= place < stop:
-                    yield frame if whole else f"image {number} (no {self.count} frames)"
+                    yield frame
 
 
 def _read_checked(entry: Entry) -> bytes:
     path, digest = entry.where
+    remedy = "delete its row's manifest to remake it"
     try:
         content = read_plain(path)
     except FileNotFoundError as error:
-        raise ElfattError(f"{path} was deleted after generation; delete its row's manifest to remake it.") from error
+        raise ElfattError(f"{path} was deleted after generation; {remedy}.") from error
     if hashlib.sha256(content).hexdigest() != digest:
-        raise ElfattError(
-            f"{path} was altered after generation (its sha256 is not the manifest's); put it back, or delete its row's "
-            "manifest to remake it."
-        )
+        what = "was altered after generation (its sha256 is not the manifest's)"
+        raise ElfattError(f"{path} {what}; put it back, or {remedy}.")
     return content
 
 
@@ -209,13 +431,15 @@ def extract(
     state = process_state()
     count = len(pictures)
     paths = [folder / f"chunk-{number:05d}.npz" for number in range(-(-count // CHUNK))]
-    tell = functools.partial(progress, ", ".join(filter(None, (name, extractor.name)))) if progress else None
+    title = ", ".join(filter(None, (name, extractor.name)))
 
     def write_share() -> None:
         for number in range(state.process_index, len(paths), state.num_processes):
             start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
-            if not _is_of(_read_chunk(paths[number]), extractor, stop - start):
-                _write_chunk(paths[number], *_extract_range(pictures, extractor, start, stop, tell))
+            features, unreadable = _read_chunk(paths[number]) or (np.zeros((0, 0), np.float32), [])
+            shape = (stop - start - len(unreadable), extractor.dimension)
+            if features.shape != shape or not is_finite(features):
+                _write_chunk(paths[number], *_extract_range(pictures, extractor, range(start, stop), progress, title))
 
     with quiet_pillow():
         together(write_share)
@@ -233,7 +457,7 @@ class Extracted:
                 raise ElfattError(f"{path} is damaged; give the same command again.")
             yield found
 
-    def join(self, path: Path, rows: Sequence[int] | None = None) -> int:
+    def join(self, path: Path, rows: Sequence[int] | None = None) -> None:
         """Write features as one float32 `.npy` file, without holding them in memory."""
         count = sum(len(features) for features, _ in self)
         kept = np.arange(count) if rows is None else np.asarray(rows)
@@ -247,53 +471,38 @@ class Extracted:
                 inside = kept[(kept >= start) & (kept < start + len(features))] - start
                 file.write(np.ascontiguousarray(features[inside], dtype="<f4").tobytes())
                 start += len(features)
-        return len(kept)
 
 
 def _extract_range(
-    pictures: Pictures, extractor: Extractor, start: int, stop: int, tell: Callable[[int, int], None] | None
+    pictures: Pictures, extractor: Extractor, places: range, progress: Progress | None, title: str
 ) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]:
-    features: list[Tensor] = []
+    """Features of the readable images, and the names of the others; images of different sizes go one by one."""
+    features = [torch.zeros(0, extractor.dimension, dtype=torch.float32, device="cpu")]
     unreadable: list[str] = []
-    batch: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
-    for done, picture in enumerate(pictures.load(start, stop), start + 1):
+    batch: list[Tensor] = []
+    for done, picture in enumerate(pictures.load(places.start, places.stop), places.start + 1):
         if isinstance(picture, str):
             unreadable.append(picture)
         else:
-            batch.append(picture)
-        whole = len(batch) == BATCH or sum(each.size for each in batch) > 3 * LARGE
-        if whole or (done == stop and batch):
-            features.append(_features(extractor, batch))
+            batch.append(torch.from_numpy(picture).permute(2, 0, 1))
+        if batch and (len(batch) == BATCH or done == places.stop):
+            same = len({image.shape for image in batch}) == 1
+            groups = [torch.stack(batch)] if same else [image[None] for image in batch]
+            features += [extractor(group).cpu() for group in groups]
             batch = []
-            if tell is not None:
-                tell(done, len(pictures))
-    empty = np.zeros((0, extractor.dimension), dtype=np.float32)
-    return (torch.cat(features).numpy() if features else empty), unreadable
-
-
-def _features(extractor: Extractor, batch: Sequence[np.ndarray[Any, np.dtype[np.uint8]]]) -> Tensor:
-    """Features `[n, d]` on the CPU; images of different sizes go through one by one."""
-    images = [torch.from_numpy(picture).permute(2, 0, 1) for picture in batch]
-    same = len({image.shape for image in images}) == 1
-    groups = [torch.stack(images)] if same else [image[None] for image in images]
-    return torch.cat([extractor(group).cpu() for group in groups])
+            if progress is not None:
+                progress(title, done, len(pictures))
+    return torch.cat(features).numpy(), unreadable
 
 
 def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]] | None:
     try:
         with load_plain(path) as data:
             features, unreadable = data["features"], json.loads(str(data["unreadable"]))
-    except DAMAGED:
+    except Exception:  # NumPy raises many kinds for damaged files
         return None
     named = isinstance(unreadable, list) and all(isinstance(name, str) for name in unreadable)
     return (features, unreadable) if features.ndim == 2 and features.dtype == np.float32 and named else None
-
-
-def _is_of(found: tuple[np.ndarray[Any, Any], list[str]] | None, extractor: Extractor, count: int) -> bool:
-    if found is None:
-        return False
-    features, unreadable = found
-    return features.shape == (count - len(unreadable), extractor.dimension) and is_finite(features)
 
 
 def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[str]) -> None:

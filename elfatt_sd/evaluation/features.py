@@ -23,7 +23,8 @@ from elfatt_sd.evaluation.statistics import LARGEST
 from elfatt_sd.files import read_typed, refused, sha256_of_data, sha256_of_file, visible
 
 SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # by the width
-_USUAL_EDGE, _LARGEST_EDGE = 224, 1024  # a batch of larger images fits few memories
+_USUAL_EDGE = 224
+Edge = Annotated[int, Meta(gt=0, le=1024)]  # pixels; a batch of larger images fits few memories
 Colour = Annotated[list[float], Meta(min_length=3, max_length=3)]  # red, green and blue
 EXTRACTORS = ("inception", "inception:pytorch-fid", "inception:clean-fid", "toy", "clip:DIR", "dinov2:DIR")
 # The network of the original FID, converted for PyTorch: published by pytorch-fid and torch-fidelity as the same file.
@@ -50,7 +51,10 @@ def load_extractor(
     if kind in ("clip", "dinov2") and folder:
         return _load_vision(kind, Path(folder)).to(device)
     if spec == "toy":
-        return _load_toy().to(device)
+        from elfatt_sd.toy import features
+
+        network = features.load_feature_extractor(path=features.CLASSIFIER_FILE)
+        return ToyExtractor(network, sha256_of_file(features.CLASSIFIER_FILE)).to(device)
     if spec == "inception" or (kind == "inception" and folder in INCEPTION_WAYS):
         return _load_inception(folder or "torch-fidelity", weights, sha256).to(device)
     raise ElfattError(f"extractor={spec!r} is not known; accepted: {', '.join(EXTRACTORS)}.")
@@ -68,11 +72,12 @@ def _load_inception(way: str, weights: Path | None, sha256: str | None) -> Extra
     if found != accepted:
         others = "or other weights with inception_sha256, whose distance is not called FID"
         raise ElfattError(f"Inception weights {path} have sha256 {found}; accepted is {accepted}, {others}.")
-    _check_tensors_only(path)
     try:
+        torch.load(path, map_location="cpu", weights_only=True)  # a pickle could run code where the network loads it
         network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(path), antialias=False)
-    except RuntimeError as error:
-        raise ElfattError(f"Inception weights {path} do not fit the network ({str(error).splitlines()[0]}).") from error
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ElfattError(f"Inception weights {path} do not fit the network ({reason}).") from error
     return InceptionExtractor(network, way, found)
 
 
@@ -87,22 +92,6 @@ def _cached_inception() -> Path:
             remedy = f"get {INCEPTION_URL} and give --inception-weights FILE"
             raise ElfattError(f"Inception weights cannot be fetched ({error}); {remedy}.") from error
     return path
-
-
-def _check_tensors_only(path: Path) -> None:
-    """Refuse a pickle that holds anything but tensors, before another package loads it without that check."""
-    try:
-        torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ElfattError(f"Inception weights {path} are not a file of tensors ({type(error).__name__}).") from error
-
-
-def _load_toy() -> Extractor:
-    from elfatt_sd.toy import features
-
-    path = features.CLASSIFIER_FILE
-    network = features.load_feature_extractor(path=path)
-    return ToyExtractor(network, sha256_of_file(path))
 
 
 def _load_vision(kind: str, folder: Path) -> Extractor:
@@ -168,8 +157,7 @@ class ToyExtractor(Extractor):
         super().__init__("toy", "FD-toy", 64, network, {"resize": resize, "scale": "[-1, 1]", "sha256": sha256})
 
     def _features(self, images: Tensor) -> Tensor:
-        features: Tensor = self.network(resized(images, (TOY_SIZE, TOY_SIZE)) / 255)
-        return features
+        return super()._features(resized(images, (TOY_SIZE, TOY_SIZE)) / 255)
 
     @torch.no_grad()
     def classify(self, features: Tensor) -> dict[str, Tensor]:
@@ -306,13 +294,13 @@ def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
         image_size = min(image_size, _USUAL_EDGE)  # the model takes larger ones, the metric does not
     clip = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
     mean, std = clip if kind == "clip" else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    crop = _edge(path, stored.crop_size, image_size)
-    files = [file for file in visible(folder.iterdir()) if file.suffix in (".json", ".safetensors", ".bin")]
+    crop = _edge(stored.crop_size) or image_size
     if kind == "clip" and crop != image_size:
         raise refused(f"{path}: crop_size={crop}", f"{image_size}, the side of the model's images")
+    files = [file for file in visible(folder.iterdir()) if file.suffix in (".json", ".safetensors", ".bin")]
     return {
         "crop": crop,
-        "shortest_edge": max(crop, _edge(path, stored.size, crop)),
+        "shortest_edge": max(crop, _edge(stored.size) or crop),
         "mean": stored.image_mean or mean,
         "std": stored.image_std or std,
         "sha256": sha256_of_data({file.name: sha256_of_file(file) for file in files if file.is_file()}),
@@ -322,18 +310,11 @@ def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
 class _Processor(Struct, frozen=True):
     """What `preprocessor_config.json` of transformers says."""
 
-    crop_size: Any = None
-    size: Any = None
+    crop_size: Edge | dict[str, Edge] | None = None
+    size: Edge | dict[str, Edge] | None = None
     image_mean: Colour | None = None
     image_std: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=3, max_length=3)] | None = None
 
 
-def _edge(path: Path, size: Any, default: int) -> int:
-    """A side in pixels from the forms in which transformers stores it."""
-    if isinstance(size, dict):
-        size = size.get("shortest_edge", size.get("height"))
-    if size is None:
-        return default
-    if not isinstance(size, int) or not 0 < size <= _LARGEST_EDGE:
-        raise refused(f"{path}: a size of {size!r}", f"pixels from 1 to {_LARGEST_EDGE}")
-    return size
+def _edge(size: int | dict[str, int] | None) -> int | None:
+    return size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -62,15 +61,8 @@ class Target:
 
     def __init__(self, mean: Tensor, covariance: Tensor) -> None:
         self.mean, self.covariance = mean.to(torch.float64), covariance.to(torch.float64)
-
-    @cached_property
-    def factor(self) -> Tensor:
-        return _factor(self.covariance)
-
-    @property
-    def rank(self) -> int:
-        """Directions in which the reference varies."""
-        return self.factor.shape[1]
+        self.factor = _factor(self.covariance)
+        self.rank = self.factor.shape[1]  # directions in which the reference varies
 
 
 @dataclass(frozen=True)
@@ -118,16 +110,12 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
     """
     count, dimension = features.shape
     if dimension != len(target.mean):
-        known = len(target.mean)
-        message = f"features have {dimension} columns, the reference {known}; give a reference of the same extractor."
-        raise ElfattError(message)
+        remedy = "give a reference of the same extractor"
+        raise ElfattError(f"features have {dimension} columns, the reference {len(target.mean)}; {remedy}.")
     statistics = FeatureStatistics.of(features)
     trace, shift = statistics.covariance.trace(), statistics.mean - target.mean
-    constant, length, free = (
-        target.covariance.trace(),
-        shift.square().sum(),
-        torch.tensor(count - 1, dtype=torch.float64, device="cpu"),
-    )
+    constant, length = target.covariance.trace(), shift.square().sum()
+    free = torch.tensor(count - 1, dtype=torch.float64, device="cpu")
     spectrum = Spectrum(features, statistics, target.factor)
     left = by_class(features, statistics.mean, shift, spectrum, groups)
 
@@ -204,29 +192,19 @@ class Spectrum:
         self.values = values[kept]  # `[r]`, those whose directions are resolved
         # `[d, r]`; centred features times this are orthonormal columns
         self.basis = factor @ vectors / self.values.sqrt()
-        alike = [-RANGE, -RANGE]  # ends of images that do not vary
-        ends = self.values.log()[[0, -1]].tolist() if len(self.values) else alike  # in ascending order
+        # in ascending order; images that do not vary have none
+        ends = self.values.log()[[0, -1]].tolist() if len(self.values) else [-RANGE, -RANGE]
         low, high = max(ends[0], ends[1] - RANGE) - MARGIN, ends[1] + MARGIN
         # `[q]`, a step of 1 in their logarithm
         self.scales = torch.arange(low, high + 1, dtype=torch.float64, device="cpu").exp()
         self.shares = self.values / (self.values + self.scales[:, None])  # [q, r]
-
-    @property
-    def phi(self) -> Tensor:
-        """Degrees of freedom above each scale, `[q]`."""
-        phi: Tensor = self.shares.sum(1)
-        return phi
+        self.phi = self.shares.sum(1)  # `[q]`, degrees of freedom above each scale
+        self.slope = (self.shares * (1 - self.shares)).sum(1)  # `[q]`, their decrease from scale to scale
 
     def most(self, free: int) -> Tensor:
         """Most degrees of freedom `[q]` that a part of the images with `free` of them has, by interlacing."""
         most: Tensor = self.shares[:, max(len(self.values) - free, 0) :].sum(1)
         return most
-
-    @property
-    def slope(self) -> Tensor:
-        """Their decrease from scale to scale, `[q]`."""
-        slope: Tensor = (self.shares * (1 - self.shares)).sum(1)
-        return slope
 
 
 def integral(squares: Tensor, slope: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from elfatt_sd.errors import ElfattError, is_out_of_memory, need
 from elfatt_sd.evaluation.images import (
     check_images,
     check_size,
+    image_environment,
     load_protocol_pipeline,
     make_images,
     row_patch,
@@ -34,7 +35,6 @@ from elfatt_sd.evaluation.images import (
 from elfatt_sd.evaluation.processes import check_shared, gathered, process_state
 from elfatt_sd.evaluation.prompts import Prompt
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.provenance import image_environment
 from elfatt_sd.evaluation.records import Cost, MadeImage, is_whole, same_images
 from elfatt_sd.evaluation.run import COST_FILE, Row, Run
 from elfatt_sd.files import read_plain, write_file, write_json

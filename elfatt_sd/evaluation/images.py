@@ -1,20 +1,29 @@
 """Make images: the pipeline of a protocol, patched as a row says, from noise that depends on the seed alone.
 
 An image starts from noise that a CPU generator with its seed draws in float32, whatever the batch size, the device or
-the number of processes.
+the number of processes. What else decides it is in `image_environment`: code, weights, prompts as tokens, machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import importlib
+import inspect
+import json
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from elfatt_sd.devices import standard_normal
+from elfatt_sd import families, methods, peers
+from elfatt_sd.attention import triton as kernels
+from elfatt_sd.devices import describe_machine, standard_normal
 from elfatt_sd.drawing.pictures import fault_of
 from elfatt_sd.drawing.running import (
     check_steps,
@@ -26,10 +35,29 @@ from elfatt_sd.drawing.running import (
     warn_if_too_large,
 )
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
+from elfatt_sd.files import sha256_of_code, sha256_of_data, sha256_of_file, visible
 from elfatt_sd.loading import scheduler_like
 from elfatt_sd.plans import input_grid
+
+_METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
+    "attention.joint",
+    "attention.merging",
+    "attention.ordering",
+    "attention.softmax",
+    "config",
+    "patch",
+    "phases",
+    "runtime.call",
+    "runtime.denoiser",
+    "runtime.joint_processor",
+    "runtime.layer",
+    "runtime.memory",
+    "runtime.processor",
+    "runtime.schedule",
+)
 
 
 def check_size(protocol: Protocol, pipe: Any) -> None:
@@ -162,3 +190,83 @@ def check_images(images: Tensor, indices: Sequence[int]) -> None:
     for index, image in zip(indices, images.movedim(-3, -1), strict=True):
         if fault := fault_of(image.float().cpu().numpy() * 255):
             raise ElfattError(f"image {index} {fault}")
+
+
+_IMAGE_CODE = (
+    denoiser,
+    load_protocol_pipeline,
+    _scheduler,
+    row_patch,
+    _seeded,
+    peers.running,
+    image_seed,
+    start_noise,
+    makes_clips,
+    make_images,
+    to_uint8,
+)
+
+
+def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
+    """Return, as plain data, all that decides a run's images besides its protocol."""
+    items = run_prompts(protocol)
+    prompts = [[item.text, item.class_index] for item in items]
+    found: dict[str, Any] = {
+        **describe_machine(pipe.device),
+        "model_sha256": weights_sha256(pipe),
+        "prompts_sha256": sha256_of_data([prompts, _tokens(pipe, ["", *(item.text for item in items)])]),
+        **code_hashes(),
+    }
+    if protocol.prompts:
+        file = protocol.prompts.path
+        found["prompts_file"] = {"name": file.name, "sha256": sha256_of_file(file)}
+    return found
+
+
+@functools.cache
+def code_hashes() -> dict[str, str]:
+    """Return `code_sha256`, of what makes every image, and `method_sha256`, of what a patch computes.
+
+    They are those of the code that this process has loaded, whatever becomes of its files later.
+    """
+    packages = [
+        f"{package.__name__}.{found.name}"
+        for package in (methods, families)
+        for found in iter_modules(package.__path__)
+    ]
+    kinds = {kind.__module__ for kind in methods.attentions().values()}  # also those that others registered
+    names = sorted({f"elfatt_sd.{name}" for name in _METHOD}.union(packages, kinds))
+    method = [importlib.import_module(name) for name in names]
+    sources = [path.read_text(encoding="utf-8") for path in visible(Path(kernels.__file__).parent.glob("*.py"))]
+    return {
+        "code_sha256": sha256_of_code(inspect.getsource(part) for part in _IMAGE_CODE),
+        "method_sha256": sha256_of_code([*map(inspect.getsource, method), *sources]),
+    }
+
+
+def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:
+    found = []
+    for name, part in sorted(pipe.components.items()):
+        if name.startswith("tokenizer") and part is not None:
+            short = part.model_max_length <= 4096  # others, of language models, fill up as far as memory goes
+            options: dict[str, Any] = {"padding": "max_length", "truncation": True} if short else {}
+            found.append(part(list(texts), **options).input_ids)
+    return found
+
+
+def weights_sha256(pipe: Any) -> str:
+    """Return the hash of a pipeline's networks, weights and settings, and of its and its scheduler's settings."""
+    digest = hashlib.sha256()
+    networks = {name: part for name, part in sorted(pipe.components.items()) if isinstance(part, nn.Module)}
+    for name, network in networks.items():
+        for key, value in network.state_dict().items():
+            digest.update(f"{name}.{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    parts = {**networks, "scheduler": pipe.scheduler, "pipeline": pipe}
+    settings = {}
+    for name, part in parts.items():
+        config = part.config.to_dict() if hasattr(part.config, "to_dict") else part.config
+        shown = {key: value for key, value in config.items() if not key.startswith("_")}
+        settings[name] = [type(part).__name__, shown]
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    return digest.hexdigest()

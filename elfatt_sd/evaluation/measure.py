@@ -23,10 +23,18 @@ import torch
 from elfatt_sd.attention import softmax as attention
 from elfatt_sd.devices import empty_caches, read_clocks
 from elfatt_sd.errors import ElfattError, is_out_of_memory
-from elfatt_sd.evaluation.images import denoiser, image_seed, load_protocol_pipeline, make_images, row_patch, to_uint8
+from elfatt_sd.evaluation.images import (
+    code_hashes,
+    denoiser,
+    image_environment,
+    image_seed,
+    load_protocol_pipeline,
+    make_images,
+    row_patch,
+    to_uint8,
+)
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
-from elfatt_sd.evaluation.provenance import code_hashes, image_environment
 from elfatt_sd.evaluation.records import Peaks, read_data, same_images
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run, RunFailure
 from elfatt_sd.evaluation.statistics import student_quantile

@@ -76,11 +76,29 @@ def together(action: Callable[[], Value]) -> Value:
     return value
 
 
+def by_first(action: Callable[[], Value]) -> Value:
+    """Do something in the first process alone and return in all what it returns there; see `together`."""
+    first = is_first()
+    value: Any = gathered(together(lambda: action() if first else None))[0]
+    found: Value = value
+    return found
+
+
 def check_shared(folder: Path, what: str, remedy: str) -> None:
     """Refuse to go on where the processes of a launch do not all see the same folder; all of them must call this."""
     if not among_others():
         return
-    marker = folder / by_first(lambda: _new_marker(folder, what, remedy))
+
+    def mark() -> str:
+        name = f".seen-{secrets.token_hex(8)}.part"  # which no file system can have noted as absent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        except OSError as error:
+            raise ElfattError(f"{what} {folder} cannot be written: {error.strerror}; {remedy}.") from error
+        return name
+
+    marker = folder / by_first(mark)
     try:
         places = gathered((platform.node(), str(folder), os.path.isfile(marker)))
     finally:
@@ -88,26 +106,6 @@ def check_shared(folder: Path, what: str, remedy: str) -> None:
             marker.unlink(missing_ok=True)
     for number, (machine, place, shared) in enumerate(places):
         if not shared:
-            raise ElfattError(
-                f"{what} {places[0][1]} of process 0 ({places[0][0]}) is not that of process {number} ({place} on "
-                f"{machine}); {remedy}."
-            )
-
-
-def _new_marker(folder: Path, what: str, remedy: str) -> str:
-    """Write a file of a name that no file system can have noted as absent, and return the name."""
-    name = f".seen-{secrets.token_hex(8)}.part"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    except OSError as error:
-        raise ElfattError(f"{what} {folder} cannot be written: {error.strerror}; {remedy}.") from error
-    return name
-
-
-def by_first(action: Callable[[], Value]) -> Value:
-    """Do something in the first process alone and return in all what it returns there; see `together`."""
-    first = is_first()
-    value: Any = gathered(together(lambda: action() if first else None))[0]
-    found: Value = value
-    return found
+            first = f"{places[0][1]} of process 0 ({places[0][0]})"
+            other = f"that of process {number} ({place} on {machine})"
+            raise ElfattError(f"{what} {first} is not {other}; {remedy}.")

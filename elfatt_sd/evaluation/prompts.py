@@ -1,29 +1,29 @@
-"""Class labels and the prompts made from them."""
+"""Prompts of a run: from class labels and a template, or from a file, each with the class or cluster it belongs to."""
 
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import itertools
 import os
 import random
-import string
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.prompt_files import PromptFile, read_prompts, table_rows
-from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.files import refused
+
+if TYPE_CHECKING:
+    from elfatt_sd.evaluation.protocols import Protocol
 
 Value = TypeVar("Value")
 MOST_IMAGES = 10_000_000  # of a row: their prompts are held in memory
 
 # The ILSVRC-2012 classes, facts: WordNet ids and lemmas as timm 1.0.31 lists them, short names as torchvision 0.28.0.
 IMAGENET_FILE = Path(__file__).with_name("imagenet1k_classes.csv")
-IMAGENET_SHA256 = "be0d9a0ba89220d80e203c0af2abf12275f35c8973efb4adfdca3085d593b810"
 # Names that two classes share in WordNet, or that leave open which of two is meant.
 TOLD_APART = {
     264: "Cardigan Welsh corgi",  # 474 is the garment
@@ -32,144 +32,60 @@ TOLD_APART = {
     639: "tank suit maillot",
     836: "sunglass lens",  # 837 is sunglasses
 }
+# The lists in the package, by name.
+PROMPT_LISTS = {name: Path(__file__).with_name("prompt_lists") / f"{name}.csv" for name in ("images", "clips")}
+_USUAL = ("prompt", "prompts", "caption", "text")  # columns, whatever their case
+_TABLES = {".csv": ",", ".tsv": "\t"}
 
 
 @dataclass(frozen=True)
 class Label:
-    """A class: its index in the list, its WordNet id (empty outside ImageNet) and its name in prompts."""
-
-    index: int
-    wnid: str
-    name: str
+    index: int  # in its list
+    wnid: str  # its WordNet id; empty outside ImageNet
+    name: str  # in prompts
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt: its index in the run (one latent each), the number of its label or cluster, and its text."""
-
-    index: int
-    class_index: int
+    index: int  # in the run: one latent each
+    class_index: int  # of its label or cluster
     text: str
 
 
-def imagenet_labels() -> list[Label]:
-    """Return the 1000 classes of ImageNet-1K in index order, with distinct names."""
-    content = IMAGENET_FILE.read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != IMAGENET_SHA256:
-        raise ElfattError(f"{IMAGENET_FILE} has sha256 {digest}; accepted is {IMAGENET_SHA256}. Reinstall elfatt-sd.")
-    rows = csv.DictReader(io.StringIO(content.decode()))
-    indexed = ((int(row["index"]), row) for row in rows)
-    return [Label(index, row["wnid"], TOLD_APART.get(index, row["short_name"])) for index, row in indexed]
+@dataclass(frozen=True)
+class PromptFile:
+    # `.csv` or `.tsv` with a header; any other file with one prompt a line; or the name of a list in the package
+    file: str
+    column: str = ""  # that holds the prompts of a table; empty takes `prompt`, `prompts`, `caption` or `text`
+    # column that says which prompts belong together. Intervals are over clusters: images of one cluster may depend on
+    # each other. Empty makes each different prompt a cluster of its own; capitals, spaces and forms of one character
+    # make no difference.
+    cluster: str = ""
 
-
-def read_labels(path: Path) -> list[Label]:
-    """Read labels from a text file (one per line) or a `.csv` with a column `name` (or `label`), optionally `wnid`."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ElfattError(f"labels {path} cannot be read ({error}); give a UTF-8 text file or .csv.") from error
-    csv_file = path.suffix.lower() == ".csv"
-    pairs = _csv_pairs(path, text) if csv_file else [("", line.strip()) for line in text.split("\n")]
-    labels = [Label(index, wnid, name) for index, (wnid, name) in enumerate(pair for pair in pairs if pair[1])]
-    if not labels:
-        raise ElfattError(f"labels {path} is empty; give one label per line.")
-    seen: set[str] = set()
-    for label in labels:
-        if label.name in seen:
-            raise ElfattError(f"labels {path} names {label.name!r} twice; every label must be distinct.")
-        if "\0" in label.name:
-            raise ElfattError(f"labels {path} has {label.name!r}, with a character that is not text (NUL).")
-        seen.add(label.name)
-    return labels
-
-
-def _csv_pairs(path: Path, text: str) -> list[tuple[str, str]]:
-    rows = [row for _, row in table_rows(path, text, ",")]
-    columns = list(rows[0]) if rows else []
-    column = next((name for name in ("name", "label") if name in columns), None)
-    if column is None and columns:
-        raise ElfattError(f"labels {path} has columns {', '.join(columns)}; accepted are name or label, and wnid.")
-    return [((row.get("wnid") or "").strip(), (row[column] or "").strip()) for row in rows] if column else []
-
-
-def load_labels(name: str) -> list[Label]:
-    """Return a named list (`imagenet1k`, `toy`), or read a file."""
-    if name == "imagenet1k":
-        return imagenet_labels()
-    if name == "toy":
-        from elfatt_sd.toy.renderer import CLASS_PROMPTS
-
-        return [Label(index, "", text) for index, text in enumerate(CLASS_PROMPTS)]
-    path = Path(name)
-    if not os.path.isfile(path):  # which takes any name
-        raise ElfattError(f"labels={name!r} is not known; accepted: imagenet1k, toy, or a .txt or .csv file.")
-    return read_labels(path)
-
-
-def build_prompts(labels: Sequence[Label], template: str, images_per_class: int) -> list[Prompt]:
-    """Make the prompts of a run, class after class."""
-    if not labels:
-        raise ElfattError("labels is empty; give at least one.")
-    if images_per_class < 1:
-        raise ElfattError(f"images_per_class={images_per_class} is not accepted; give a whole number of at least 1.")
-    _check_template(template)
-    _check_count(len(labels), images_per_class)
-    articles = ["an" if label.name[:1].lower() in set("aeiou") else "a" for label in labels]
-    texts = [
-        template.format(label=label.name, wnid=label.wnid, index=label.index, article=article)
-        for label, article in zip(labels, articles, strict=True)
-    ]
-    return [
-        Prompt(position * images_per_class + copy, label.index, text)
-        for position, (label, text) in enumerate(zip(labels, texts, strict=True))
-        for copy in range(images_per_class)
-    ]
-
-
-def _check_count(texts: int, images_each: int) -> None:
-    if texts * images_each > MOST_IMAGES:
-        what = f"images_per_class={images_each} with {texts} labels or prompts"
-        raise ElfattError(f"{what} is not accepted; accepted: {MOST_IMAGES} images a row at most.")
-
-
-def _check_template(template: str) -> None:
-    try:
-        parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
-    except ValueError as error:
-        raise ElfattError(f"template={template!r} is not accepted ({error}); write {{label}}.") from error
-    fields = {f"{field}{f'!{how}' if how else ''}{f':{shape}' if shape else ''}" for _, field, shape, how in parts}
-    unknown = sorted(fields - {"label", "wnid", "index", "article"})
-    if unknown or "label" not in fields:
-        what = f"the field {unknown[0]!r}" if unknown else "no field {label}"
-        raise ElfattError(f"template={template!r} has {what}; accepted: {{label}}, {{wnid}}, {{index}}, {{article}}.")
+    @property
+    def path(self) -> Path:
+        return PROMPT_LISTS.get(self.file, Path(self.file))
 
 
 def run_prompts(protocol: Protocol) -> list[Prompt]:
     """Return the prompts of each row's images, in the order of their indices."""
-    prompts = spread(_all_prompts(protocol), protocol.limit)
+    each = protocol.images_per_class
+    if protocol.prompts is not None:
+        texts = spread(read_prompts(protocol.prompts), protocol.classes)
+    else:
+        texts = label_texts(spread(load_labels(protocol.labels), protocol.classes), protocol.template)
+    if len(texts) * each > MOST_IMAGES:
+        what = f"images_per_class={each} with {len(texts)} labels or prompts"
+        raise refused(what, f"{MOST_IMAGES} images a row at most")
+    chosen = spread([pair for pair in texts for _ in range(each)], protocol.limit)
     offsets = sorted([0, *(cell.seed_offset for cell in protocol.cells if cell.role == "null")])
     for first, second in itertools.pairwise(offsets):
-        if second - first < len(prompts):
+        if second - first < len(chosen):
             raise ElfattError(
-                f"seed_offset={second} is not accepted; with {len(prompts)} images a row, give null rows offsets that "
-                f"are {len(prompts)} or more above 0 and above each other."
+                f"seed_offset={second} is not accepted; with {len(chosen)} images a row, give null rows offsets that "
+                f"are {len(chosen)} or more above 0 and above each other."
             )
-    return [replace(prompt, index=index) for index, prompt in enumerate(prompts)]
-
-
-def _all_prompts(protocol: Protocol) -> list[Prompt]:
-    if protocol.prompts is not None:
-        return prompts_of_file(protocol.prompts, protocol.classes, protocol.images_per_class)
-    labels = spread(load_labels(protocol.labels), protocol.classes)
-    return build_prompts(labels, protocol.template, protocol.images_per_class)
-
-
-def prompts_of_file(source: PromptFile, count: int, images_each: int) -> list[Prompt]:
-    chosen = spread(read_prompts(source), count)
-    _check_count(len(chosen), images_each)
-    repeated = [each for each in chosen for _ in range(images_each)]
-    return [Prompt(index, each.cluster, each.text) for index, each in enumerate(repeated)]
+    return [Prompt(index, number, text) for index, (number, text) in enumerate(chosen)]
 
 
 def spread(values: Sequence[Value], count: int) -> list[Value]:
@@ -182,3 +98,118 @@ def spread(values: Sequence[Value], count: int) -> list[Value]:
         return list(values)
     draw = random.Random(0).random
     return [values[int((index + draw()) * len(values) / count)] for index in range(count)]
+
+
+def label_texts(labels: Sequence[Label], template: str) -> list[tuple[int, str]]:
+    """Return the index and the prompt of each label."""
+    try:
+        texts = []
+        for label in labels:
+            article = "an" if label.name[:1].lower() in set("aeiou") else "a"
+            texts.append(template.format(label=label.name, wnid=label.wnid, index=label.index, article=article))
+        without = template.format(label="", wnid="", index=0, article="")
+    except (LookupError, ValueError, AttributeError) as error:
+        fields = "the fields {label}, {wnid}, {index}, {article}"
+        raise refused(f"template={template!r} ({type(error).__name__}: {error})", fields) from error
+    if without == template.format(label="x", wnid="", index=0, article=""):
+        raise ElfattError(f"template={template!r} has no field {{label}}; give one.")
+    return [(label.index, text) for label, text in zip(labels, texts, strict=True)]
+
+
+def load_labels(name: str) -> list[Label]:
+    """Return a named list (`imagenet1k`, `toy`), or read a file."""
+    if name == "imagenet1k":
+        rows = csv.DictReader(io.StringIO(IMAGENET_FILE.read_text(encoding="utf-8")))
+        indexed = ((int(row["index"]), row) for row in rows)
+        return [Label(index, row["wnid"], TOLD_APART.get(index, row["short_name"])) for index, row in indexed]
+    if name == "toy":
+        from elfatt_sd.toy.renderer import CLASS_PROMPTS
+
+        return [Label(index, "", text) for index, text in enumerate(CLASS_PROMPTS)]
+    if not os.path.isfile(name):  # which takes any name
+        raise ElfattError(f"labels={name!r} is not known; accepted: imagenet1k, toy, or a .txt or .csv file.")
+    return read_labels(Path(name))
+
+
+def read_labels(path: Path) -> list[Label]:
+    """Read labels from a text file (one per line) or a `.csv` with a column `name` (or `label`), optionally `wnid`."""
+    text = _read(path, "labels")
+    rows: list[Mapping[str, Any]] = [{"name": line} for line in text.split("\n")]
+    if path.suffix.lower() == ".csv":
+        rows = [row for _, row in _table(path, text, ",")]
+    column = "name" if not rows or "name" in rows[0] else "label"
+    if rows and column not in rows[0]:
+        raise ElfattError(f"labels {path} has columns {', '.join(rows[0])}; accepted are name or label, and wnid.")
+    pairs = [((row.get("wnid") or "").strip(), (row[column] or "").strip()) for row in rows]
+    labels = [Label(index, wnid, name) for index, (wnid, name) in enumerate(pair for pair in pairs if pair[1])]
+    names = [label.name for label in labels]
+    if not labels:
+        raise ElfattError(f"labels {path} is empty; give one label per line.")
+    if len(set(names)) < len(names):
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ElfattError(f"labels {path} names {twice!r} twice; every label must be distinct.")
+    return labels
+
+
+def read_prompts(source: PromptFile) -> list[tuple[int, str]]:
+    """Read all prompts of a file, in its order and without blank lines, each after the number of its cluster."""
+    path = source.path
+    if not path.is_file():
+        known = ", ".join(PROMPT_LISTS)
+        raise ElfattError(
+            f"prompts.file={source.file!r} is not a file; give a text file, .csv, .tsv, or one of: {known}."
+        )
+    text, kind = _read(path, "prompts"), path.suffix.lower()
+    if kind in (".jsonl", ".ndjson", ".json"):
+        raise ElfattError(f"prompts {path} is JSON, which is not read; give a text file, .csv or .tsv.")
+    if kind not in _TABLES and (source.column or source.cluster):
+        raise ElfattError(f"prompts.column and prompts.cluster need a table; {path} is none: give .csv or .tsv.")
+    rows: list[tuple[str, Mapping[str, Any]]] = [("", {"prompt": line}) for line in text.split("\n") if line.strip()]
+    if kind in _TABLES:
+        rows = _table(path, text, _TABLES[kind])
+    if not rows:
+        raise ElfattError(f"prompts {path} has no prompt; give one a line.")
+    usual = [name for known in _USUAL for name in rows[0][1] if name.strip().lower() == known]
+    if not (source.column or usual):
+        columns = ", ".join(rows[0][1])
+        raise ElfattError(f"prompts {path} has the columns {columns}; say with prompts.column which holds the prompts.")
+    numbers: dict[str, int] = {}
+    found = []
+    for place, row in rows:
+        prompt = _value(place, row, source.column or usual[0])
+        cluster = " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
+        if source.cluster:
+            cluster = _value(place, row, source.cluster)
+        found.append((numbers.setdefault(cluster, len(numbers)), prompt))
+    return found
+
+
+def _value(place: str, row: Mapping[str, Any], column: str) -> str:
+    if column not in row:
+        raise ElfattError(f"{place} has no column {column!r}, but {', '.join(row)}; give one of these.")
+    value = (row[column] or "").strip()  # None where the row is too short
+    if not value:
+        raise ElfattError(f"{place} has nothing in column {column!r}; give a text.")
+    return str(value)
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ElfattError(f"{what} {path} cannot be read ({error}); give a file in UTF-8.") from error
+
+
+def _table(path: Path, text: str, delimiter: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the place and the fields of each row of a table with a header."""
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    rows: list[tuple[str, Mapping[str, Any]]] = []
+    try:
+        for row in reader:
+            place = f"{path}, line {reader.line_num}"
+            if None in row:  # the rest of a prompt would be lost
+                raise ElfattError(f"{place} has more fields than the header; put commas in quotes.")
+            rows.append((place, row))
+    except csv.Error as error:
+        raise ElfattError(f"{path}, line {reader.line_num} is damaged ({error}); mend the line.") from error
+    return rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -19,12 +18,22 @@ import PIL
 import torch
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.extraction import Extracted, Preprocessing, SourceImages, extract
+from elfatt_sd.evaluation.extraction import (
+    DECODING,
+    Extracted,
+    Pixels,
+    Preprocessing,
+    SourceImages,
+    check_exists,
+    extract,
+    left_out_words,
+    open_source,
+)
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
 from elfatt_sd.evaluation.prompts import MOST_IMAGES
+from elfatt_sd.evaluation.protocols import Reference as Wanted
 from elfatt_sd.evaluation.records import read_data
-from elfatt_sd.evaluation.sources import DECODING, left_out_words, open_source
 from elfatt_sd.evaluation.statistics import (
     KERNEL_SAMPLE,
     FeatureStatistics,
@@ -33,7 +42,7 @@ from elfatt_sd.evaluation.statistics import (
     load_moments,
     read_array,
 )
-from elfatt_sd.files import folder_lock, sha256_of_code, sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.files import folder_lock, refused, sha256_of_code, sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.progress import Progress
 
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
@@ -64,135 +73,131 @@ class Reference:
             raise ElfattError(f"reference {source} has one image over and over; accepted are images that differ.")
 
 
-@dataclass(frozen=True)
-class Wanted:
-    # images (see `open_source`), an `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT` (`toy` for
-    # `expected` ones): held-out images of the toy's renderer
-    source: str
-    preprocessing: Preprocessing = field(default_factory=Preprocessing)  # what happens before the extractor
-    expected: int = FULL_COUNT  # the number of images that there must be
-    allow_count: bool = False  # accept another number
-    per_class: int = 0  # take only the first so many images of each class; 0 takes all
-    # for renders, classes of the toy's list in proportion to which they are drawn; all by default
-    classes: Sequence[int] = ()
-
-    @property
-    def moments(self) -> bool:
-        return Path(self.source).suffix.lower() == ".npz"
-
-    @property
-    def rendered(self) -> bool:
-        return self.source == "toy" or self.source.partition(":")[0] == "renders"
-
-    def check_given(self) -> None:
-        if not self.source:
-            accepted = "a folder, .parquet or .npz"
-            raise ElfattError(f"reference.source is missing; give --reference with {accepted}.")
-
-    def check(self) -> None:
-        """Check what can be checked without an extractor."""
-        self.check_given()
-        if self.moments:
-            _check_moments(Path(self.source))
-        elif not self.rendered:
-            found = open_source(self.source, self.per_class)
-            self.check_count(len(found.entries), found.left_out)
-
-    def check_count(self, count: int, left_out: Sequence[str] = ()) -> None:
-        """Refuse another number of images than the expected one, unless that is allowed."""
-        if count != self.expected and not self.allow_count:
-            remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
-            words = left_out_words(left_out)
-            said = f"{count} images{words and f' ({words})'}"
-            raise ElfattError(f"reference {self.source} has {said}; accepted are {self.expected}, or {remedy}.")
-
-
 def build_reference(
-    wanted: Wanted, extractor: Extractor, *, cache_dir: Path, progress: Progress | None = None
+    wanted: Wanted,
+    extractor: Extractor,
+    classes: Sequence[int] = (),
+    *,
+    cache_dir: Path,
+    progress: Progress | None = None,
 ) -> Reference:
     """Compute the statistics of a reference, or take them from the cache.
 
     A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
     work, and the first one decides; two runs that need the same reference wait for each other.
+
+    Args:
+        wanted: which images, and what happens to them before the extractor. Its source is one of `open_source`, an
+            `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT` (`toy` for as many as it counts):
+            held-out images of the toy's renderer.
+        extractor: gives the features.
+        classes: for renders, classes of the toy's list in proportion to which they are drawn; all by default.
+        cache_dir: the folder of the cache.
+        progress: is told of images that are done.
     """
-    if wanted.moments:
+    if is_moments(wanted):
         return together(lambda: _from_moments(wanted, extractor))
-    pictures, identity = together(lambda: _pictures(wanted, extractor))
-    _check_same(wanted.source, identity)
+    pictures, fingerprint = together(lambda: check_images(wanted, classes))
+    identity = _identity(fingerprint, extractor)
+    identities = gathered(identity)
+    for number, other in enumerate(identities):
+        if other != identities[0]:
+            raise ElfattError(
+                f"reference {wanted.source} is not the same in process {number} as in process 0 (names, sizes or "
+                "times of its files, the extractor, or the versions of torch and Pillow); give a folder that all "
+                "machines share, or copies that keep the times (rsync -a)."
+            )
     check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
     with contextlib.ExitStack() as held:
         by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))  # the other processes wait for the first
-        if not by_first(lambda: _parts(folder, extractor.dimension) is not None):
+        if not by_first(lambda: _kept(folder, extractor.dimension) is not None):
             chunks = extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
-            description = {"source": wanted.source, "identity": identity, **dataclasses.asdict(wanted.preprocessing)}
+            recipe = {"size": wanted.size, "resize": wanted.resize, "filter": wanted.filter}
+            description = {"source": wanted.source, "identity": identity, **recipe}
             by_first(lambda: _finish(folder, chunks, extractor, description))
-    found = _load(folder, extractor.dimension, wanted)
-    words = left_out_words(pictures.left_out)  # not in the cache: these files are no part of the identity
-    return dataclasses.replace(found, description={**found.description, "left_out": words}) if words else found
+    kept = _kept(folder, extractor.dimension)
+    if kept is None:
+        raise ElfattError(f"cache {folder} is damaged; give the same command to compute it again.")
+    data, statistics, sample = kept
+    count, unreadable = data["count"], data["unreadable"]
+    if count != wanted.count and not wanted.allow_count and unreadable:
+        raise ElfattError(
+            f"reference {wanted.source}: {len(unreadable)} images cannot be read, first {unreadable[0]}, all in "
+            f"{folder / 'reference.json'}; replace what cannot be read, or give --allow-count to go on with the other "
+            f"{count}, which the metric's name will then say."
+        )
+    _check_count(wanted, count)
+    description = {key: value for key, value in data.items() if key != "format"}
+    if words := left_out_words(pictures.left_out):  # not in the cache: these files are no part of the identity
+        description["left_out"] = words[2:-1]  # without its brackets
+    suffix = _suffix(count, wanted.count if isinstance(pictures, Renders) else FULL_COUNT, data["resize"], data["size"])
+    return Reference(statistics, sample, count, unreadable, identity, suffix, description)
 
 
-def check_reference(wanted: Wanted, extractor: Extractor) -> str:
+def is_moments(wanted: Wanted) -> bool:
+    return Path(wanted.source).suffix.lower() == ".npz"
+
+
+def check_reference(wanted: Wanted, extractor: Extractor, classes: Sequence[int] = ()) -> str:
     """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives."""
-    return _from_moments(wanted, extractor).identity if wanted.moments else _pictures(wanted, extractor)[1]
+    if is_moments(wanted):
+        return _from_moments(wanted, extractor).identity
+    return _identity(check_images(wanted, classes)[1], extractor)
 
 
-def _check_same(source: str, identity: str) -> None:
-    """Refuse to go on where the processes of a launch would compute different references."""
-    first, *others = gathered(identity)
-    for number, other in enumerate(others, 1):
-        if other != first:
-            raise ElfattError(
-                f"reference {source} is not the same in process {number} as in process 0 (names, sizes or times of "
-                "its files, the extractor, or the versions of torch and Pillow); give a folder that all machines "
-                "share, or copies that keep the times (rsync -a)."
-            )
-
-
-def _pictures(wanted: Wanted, extractor: Extractor) -> tuple[SourceImages | Renders, str]:
-    """The images, of which there are as many as there must be, and the identity of the reference that they make."""
-    wanted.check_given()
-    source, preprocessing = wanted.source, wanted.preprocessing
+def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[SourceImages | Renders, Any]:
+    """Return the images, of which there are as many as there must be, and their fingerprint."""
+    check_exists(wanted.source)
     pictures: SourceImages | Renders
-    if wanted.rendered:
-        number = source.partition(":")[2]
+    if wanted.source.partition(":")[0] in ("toy", "renders"):
+        number = wanted.source.partition(":")[2]
         if number and not (re.fullmatch(r"[0-9]{1,8}", number) and 1 < int(number) <= MOST_IMAGES):
-            accepted = f"give renders:COUNT with a whole number from 2 to {MOST_IMAGES}"
-            raise ElfattError(f"reference {source!r} is not accepted; {accepted}.")
-        pictures = Renders(int(number) if number else wanted.expected, wanted.classes)
+            accepted = f"renders:COUNT with a whole number from 2 to {MOST_IMAGES}"
+            raise refused(f"reference {wanted.source!r}", accepted)
+        pictures = Renders(int(number) if number else wanted.count, classes)
         fingerprint = pictures.fingerprint
     else:
-        found = open_source(source, wanted.per_class)
-        pictures, plain = SourceImages(found, preprocessing), dataclasses.asdict(preprocessing)
+        preprocessing = Preprocessing(wanted.size, wanted.resize, wanted.filter)
+        found = open_source(wanted.source, wanted.per_class)
+        pictures = SourceImages(found, preprocessing)
+        plain = dataclasses.asdict(preprocessing)
         fingerprint = [found.fingerprint, wanted.per_class, plain, PIL.__version__, DECODING]
-    wanted.check_count(len(pictures), pictures.left_out)
+    _check_count(wanted, len(pictures), pictures.left_out)
+    return pictures, fingerprint
+
+
+def _identity(fingerprint: Any, extractor: Extractor) -> str:
     version = torch.__version__.partition("+")[0]
-    return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
+    return sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
+
+
+def _check_count(wanted: Wanted, count: int, left_out: Sequence[str] = ()) -> None:
+    """Refuse another number of images than the expected one, unless that is allowed."""
+    if count != wanted.count and not wanted.allow_count:
+        said = f"{count} images{left_out_words(left_out)}"
+        remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
+        raise ElfattError(f"reference {wanted.source} has {said}; accepted are {wanted.count}, or {remedy}.")
 
 
 class Renders:
     """Held-out images of the toy's renderer, with the classes of the prompts."""
 
     BLOCK = 1 << 16
+    left_out: Sequence[str] = ()
 
     def __init__(self, count: int, classes: Sequence[int]) -> None:
         from elfatt_sd.toy import renderer
 
         classes = list(classes) or list(range(len(renderer.CLASSES)))
-        wrong = [number for number in classes if not 0 <= number < len(renderer.CLASSES)]
-        if wrong:
-            raise ElfattError(
-                f"class {wrong[0]} is not accepted; the toy has classes 0 to {len(renderer.CLASSES) - 1}."
-            )
         self.wanted = [classes[index % len(classes)] for index in range(count)]
-        self.left_out: Sequence[str] = ()
         source = sha256_of_code([Path(renderer.__file__).read_text(encoding="utf-8")])
         self.fingerprint = ["renders", count, classes[:count], RENDER_SEED, source]
 
     def __len__(self) -> int:
         return len(self.wanted)
 
-    def load(self, start: int, stop: int) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]] | str]:
+    def load(self, start: int, stop: int) -> Iterator[Pixels]:
         from elfatt_sd.toy.renderer import render_parameters
 
         labels, geometry = self.scenes
@@ -226,7 +231,7 @@ class Renders:
         return labels, geometry
 
 
-def _suffix(count: int, resize: str = "none", size: int = 0, full: int = FULL_COUNT) -> str:
+def _suffix(count: int, full: int = FULL_COUNT, resize: str = "none", size: int = 0) -> str:
     """Say in a metric's name what of its reference is not as usual: the number of images, or a resize before."""
     parts = [] if count == full else [f"{count} reference images"]
     if resize != "none":
@@ -242,19 +247,30 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
     for features, names in chunks:
         statistics.update(torch.from_numpy(features))
         unreadable += names
-    if statistics.count < 2:
-        why = f"; first: {unreadable[0]}" if unreadable else ""
-        found = f"reference {description['source']} has {statistics.count} readable images"
-        raise ElfattError(f"{found}; accepted are 2 or more{why}.")
-    sample = min(statistics.count, KERNEL_SAMPLE)
-    chunks.join(folder / "sample.npy", [index * statistics.count // sample for index in range(sample)])
+    count = statistics.count
+    if count < 2:
+        first = f"; first: {unreadable[0]}" if unreadable else ""
+        found = f"reference {description['source']} has {count} readable images"
+        raise ElfattError(f"{found}; accepted are 2 or more{first}.")
+    sample = min(count, KERNEL_SAMPLE)
+    chunks.join(folder / "sample.npy", [index * count // sample for index in range(sample)])
     statistics.save(folder / "statistics.npz")
-    data = {"format": FORMAT, **description, "count": statistics.count, "unreadable": unreadable}
+    data = {"format": FORMAT, **description, "count": count, "unreadable": unreadable}
     write_json(folder / "reference.json", {**data, "preprocessing": extractor.preprocessing})
     shutil.rmtree(folder / "chunks", ignore_errors=True)
 
 
-def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatistics, np.ndarray[Any, Any]] | None:
+class _Record(msgspec.Struct, frozen=True):
+    """What `reference.json` holds that is read back."""
+
+    count: Annotated[int, msgspec.Meta(ge=2)]
+    unreadable: list[str]
+    resize: str
+    size: int
+
+
+def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatistics, np.ndarray[Any, Any]] | None:
+    """What the cache holds of a reference; None where that is not whole."""
     try:
         data = read_data(folder / "reference.json", _Record, "")
         if data is None:
@@ -269,55 +285,21 @@ def _parts(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatist
     return data, statistics, sample
 
 
-class _Record(msgspec.Struct, frozen=True):
-    """What `reference.json` holds that is read back."""
-
-    count: Annotated[int, msgspec.Meta(ge=2)]
-    unreadable: list[str]
-    identity: str
-
-
-def _load(folder: Path, dimension: int, wanted: Wanted) -> Reference:
-    found = _parts(folder, dimension)
-    if found is None:
-        raise ElfattError(f"cache {folder} is damaged; give the same command to compute it again.")
-    data, statistics, sample = found
-    count, unreadable, identity = data["count"], data["unreadable"], data["identity"]
-    if count != wanted.expected and not wanted.allow_count and unreadable:
-        listed = "" if len(unreadable) == 1 else f", all in {folder / 'reference.json'}"
-        raise ElfattError(
-            f"reference {wanted.source}: {len(unreadable)} images cannot be read, first {unreadable[0]}{listed}; "
-            f"replace what cannot be read, or give --allow-count to go on with the other {count}, which the metric's "
-            "name will then say."
-        )
-    wanted.check_count(count)
-    description = {key: value for key, value in data.items() if key != "format"}
-    full = wanted.expected if wanted.rendered else FULL_COUNT
-    suffix = _suffix(count, data.get("resize", "none"), data.get("size", 0), full)
-    return Reference(statistics, sample, count, unreadable, identity, suffix, description)
-
-
 def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
     path = Path(wanted.source)
-    _check_moments(path)
+    check_exists(wanted.source)
     mean, covariance, count = load_moments(path)
     if len(mean) != extractor.dimension:
-        raise ElfattError(
-            f"reference {path} has {len(mean)} features; extractor {extractor.name} needs {extractor.dimension}."
-        )
+        needed = f"extractor {extractor.name} needs {extractor.dimension}"
+        raise ElfattError(f"reference {path} has {len(mean)} features; {needed}.")
     if count is not None:
-        wanted.check_count(count)
-    suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
+        _check_count(wanted, count)
     covariance = check_covariance(path, covariance, count)
     statistics = FeatureStatistics.from_moments(mean, covariance, count or UNKNOWN_COUNT)
+    suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
     digest = sha256_of_file(path)
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])
     description: dict[str, Any] = {"source": str(path), "sha256": digest, "count": count, "identity": identity}
     description["unreadable"] = []
     return Reference(statistics, None, count, [], identity, suffix, description)
-
-
-def _check_moments(path: Path) -> None:
-    if not os.path.isfile(path):
-        raise ElfattError(f"reference {path} does not exist; give an .npz file with mu and sigma.")

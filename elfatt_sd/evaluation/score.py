@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from elfatt_sd.devices import accelerators, has_float64
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.evaluation.extraction import Images, Preprocessing, extract
+from elfatt_sd.evaluation.extraction import Images, extract, quiet_pillow
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
 from elfatt_sd.evaluation.metrics.scores import Scorer, check_feature_metrics, load_metrics
@@ -28,9 +28,8 @@ from elfatt_sd.evaluation.processes import by_first, process_state, scoring_devi
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import SCORES_FORMAT
-from elfatt_sd.evaluation.reference import Reference, Wanted, build_reference, check_reference
+from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
 from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
-from elfatt_sd.evaluation.sources import quiet_pillow
 from elfatt_sd.evaluation.statistics import (
     Estimate,
     Interval,
@@ -133,22 +132,20 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
     """Return what scores depend on besides the images: hashes of extractors with their references, and of metrics."""
     check_feature_metrics(protocol.metrics, extractors)
     metrics = load_metrics(protocol.metrics, network_device(protocol))
-    wanted = wanted_reference(protocol)
-    found = {each.distance_name: check_reference(wanted, each) for each in extractors}
+    wanted, classes = protocol.reference, _classes(protocol)
+    found = {each.distance_name: check_reference(wanted, each, classes) for each in extractors}
     return found | {f"metric {each.name}": each.identity for each in metrics}
 
 
 def _reference(protocol: Protocol, extractor: Extractor, progress: Progress | None) -> Reference:
-    wanted, place = wanted_reference(protocol), cache_folder()
+    place = cache_folder()
     with clear_disk_errors(place):
-        return build_reference(wanted, extractor, cache_dir=place, progress=progress)
+        return build_reference(protocol.reference, extractor, _classes(protocol), cache_dir=place, progress=progress)
 
 
-def wanted_reference(protocol: Protocol) -> Wanted:
-    given = protocol.reference
-    preprocessing = Preprocessing(given.size, given.resize, given.filter)
-    classes = [prompt.class_index for prompt in run_prompts(protocol)] if protocol.of_toy else ()
-    return Wanted(given.source, preprocessing, given.count, given.allow_count, given.per_class, classes)
+def _classes(protocol: Protocol) -> list[int]:
+    """Classes that renders of the toy have to have."""
+    return [prompt.class_index for prompt in run_prompts(protocol)] if protocol.of_toy else []
 
 
 def score_cell(images: Images, baseline: Images, scorer: Scorer, toy: bool = False) -> dict[str, Any]:

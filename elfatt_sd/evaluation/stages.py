@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.extraction import every_minute
+from elfatt_sd.evaluation.extraction import check_exists, every_minute
 from elfatt_sd.evaluation.generate import generate, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time, program_of
 from elfatt_sd.evaluation.metrics.base import MetricChoice
-from elfatt_sd.evaluation.metrics.neighbours import check_enough
-from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_enough, check_feature_metrics, load_metrics
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages
 from elfatt_sd.evaluation.records import SCORES_FORMAT, Scores, is_whole, read_data
-from elfatt_sd.evaluation.reference import Wanted
+from elfatt_sd.evaluation.reference import check_images, is_moments
 from elfatt_sd.evaluation.results import (
     RESULTS_FILE,
     STAGE_FILES,
@@ -75,7 +74,6 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
     protocol = runnable = run.protocol
     given = protocol.reference
-    reference = Wanted(given.source, expected=given.count, allow_count=given.allow_count, per_class=given.per_class)
     if _reason_against(lambda: check_device(protocol)):
         runnable = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
 
@@ -93,7 +91,7 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
         run.check,
         *(functools.partial(Run.open, other) for other in reuse),
         *first_checks(protocol),
-        *([reference.check] if protocol.extractors else []),
+        *([lambda: is_moments(given) or check_images(given)] if protocol.extractors else []),
         *(functools.partial(each_extractor, spec) for spec in protocol.extractors),
         lambda: load_extractors(runnable),
         *(functools.partial(each_metric, choice) for choice in protocol.metrics),
@@ -182,7 +180,7 @@ def check_inputs(protocol: Protocol) -> None:
 def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
     """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
     checks = [lambda: check_packages(protocol), lambda: check_device(protocol), lambda: _check_prompts(protocol)]
-    return [*checks, Wanted(protocol.reference.source).check_given] if protocol.extractors else checks
+    return [*checks, lambda: check_exists(protocol.reference.source)] if protocol.extractors else checks
 
 
 def check_device(protocol: Protocol) -> None:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-import struct
-import tokenize
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,24 +34,6 @@ WIDTH = 10.0  # of the Gaussian kernel
 Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
 Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped
 COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
-DAMAGED = (  # what NumPy's readers raise for a file that is not whole: of zip, of zlib, of headers that are no Python
-    OSError,
-    ValueError,
-    TypeError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    MemoryError,
-    RuntimeError,
-    SyntaxError,
-    struct.error,
-    tokenize.TokenError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-_SHOWN = 120  # characters of what a file holds, or of an error, that a message repeats
-_MOST = 1 << 32  # bytes of all arrays of a file of moments
 ROWS = 4096  # rows of a feature file that are in memory at once
 LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's interval takes, is still a number
 
@@ -304,80 +283,51 @@ class FeatureStatistics:
 
 def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     """Read `mu` `[d]` and `sigma` `[d, d]` from an `.npz` of this or another tool, and `count` where it is given."""
-    accepted = "accepted is an .npz file with mu and sigma"
     try:
-        _check_archive(path)
+        if os.path.isfile(path) and not zipfile.is_zipfile(
+            path
+        ):  # NumPy would take it for a pickle, and say how to run its code
+            raise ValueError("it is not an archive of arrays")
         with load_plain(path) as data:
-            mean, covariance = (_numbers(key, data[key]) for key in ("mu", "sigma"))
-            given = data.get("count")
-    except DAMAGED as error:
-        raise ElfattError(f"{path} cannot be read ({str(error)[:_SHOWN]}); {accepted}.") from error
-    count = None if given is None else _count(path, given)
+            arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))
+            mean, covariance = map(torch.from_numpy, arrays)
+            count = data["count"].item() if "count" in data else None
+    except Exception as error:  # NumPy raises many kinds for damaged files
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ElfattError(f"{path} cannot be read ({reason}); accepted is an .npz file with mu and sigma.") from error
     if mean.dim() != 1 or covariance.shape != (len(mean), len(mean)):
         shapes = f"mu {tuple(mean.shape)} and sigma {tuple(covariance.shape)}"
         raise ElfattError(f"{path} has {shapes}; accepted are [d] and [d, d].")
-    if not (mean.isfinite().all() and covariance.isfinite().all()):
-        raise ElfattError(f"{path} holds NaN or infinity; accepted are finite mu and sigma.")
-    if (mean.abs() > LARGEST).any() or (covariance.abs() > LARGEST**2).any():
-        raise ElfattError(f"{path} holds numbers too large for a distance; accepted are means and covariances.")
-    return mean, covariance, count
-
-
-def _check_archive(path: Path) -> None:
-    """Refuse what is not a zip file, holds two arrays of one name, or would fill the memory."""
-    with open(_plain(path), "rb") as file:
-        if file.read(2) != b"PK":  # NumPy would take it for a pickle, and say how to run its code
-            raise ValueError("it is not an archive of arrays")
-    with zipfile.ZipFile(path) as archive:
-        names = [name.removesuffix(".npy") for name in archive.namelist()]
-        size = sum(member.file_size for member in archive.infolist())
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"it holds two arrays {twice!r}")
-    if size > _MOST:
-        raise ValueError(f"its arrays are of {size / 2**30:.0f} GiB")
-
-
-def _numbers(name: str, array: np.ndarray[Any, Any]) -> Tensor:
-    if array.dtype.kind not in "iuf":  # a conversion would take texts, dates and the real parts of complex numbers
-        raise TypeError(f"{name} holds {array.dtype}, no real numbers")
-    return torch.from_numpy(array.astype(np.float64))
-
-
-def _count(path: Path, given: np.ndarray[Any, Any]) -> int:
-    value = given.item() if given.size == 1 else None
-    if not isinstance(value, int | float) or value != value // 1 or not 2 <= value < 2**53:
-        said = f"an array of shape {list(given.shape)}" if value is None else repr(value)[:_SHOWN]
-        raise ElfattError(f"{path} has count {said}; accepted is a whole number of at least 2.")
-    return int(value)
+    if not ((mean.abs() <= LARGEST).all() and (covariance.abs() <= LARGEST**2).all()):  # so written, NaN is neither
+        raise ElfattError(f"{path} holds NaN, or numbers too large for a distance; accepted are means and covariances.")
+    if count is not None and not (isinstance(count, int | float) and 2 <= count < 2**53 and count == int(count)):
+        raise ElfattError(f"{path} has count {count!r}; accepted is a whole number of at least 2.")
+    return mean, covariance, None if count is None else int(count)
 
 
 def check_covariance(path: Path, covariance: Tensor, count: int | None = None) -> Tensor:
     """Return a covariance `[d, d]` of another tool, without what rounding left of asymmetry."""
     largest, asymmetry = covariance.abs().max(), (covariance - covariance.T).abs().max()
-    if asymmetry > COVARIANCE_ROUNDING * largest:
-        raise ElfattError(f"{path} has a sigma that is not symmetric (by {asymmetry:.3g}); accepted is a covariance.")
     symmetric = (covariance + covariance.T) / 2
     values = torch.linalg.eigvalsh(symmetric)
-    if values[0] < -COVARIANCE_ROUNDING * values[-1].abs():
-        raise ElfattError(f"{path} has a sigma with the negative eigenvalue {values[0]:.3g}; accepted is a covariance.")
     rank = int((values > COVARIANCE_ROUNDING * values[-1]).sum())
-    if count is not None and rank >= count:
-        what = f"count {count} and a sigma of rank {rank}"
-        raise ElfattError(
-            f"{path} has {what}; accepted is a covariance of so many images, of rank {count - 1} at most."
-        )
+    wrong = ""
+    if asymmetry > COVARIANCE_ROUNDING * largest:
+        wrong = f"a sigma that is not symmetric (by {asymmetry:.3g})"
+    elif values[0] < -COVARIANCE_ROUNDING * values[-1].abs():
+        wrong = f"a sigma with the negative eigenvalue {values[0]:.3g}"
+    elif count is not None and rank >= count:
+        wrong = f"count {count} and a sigma of rank {rank}, which so many images cannot have"
+    if wrong:
+        raise ElfattError(f"{path} has {wrong}; accepted is a covariance.")
     return symmetric
 
 
 def load_plain(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
     """Return what NumPy finds in a file, without running any code."""
-    return np.load(_plain(path), mmap_mode=mmap_mode, allow_pickle=False)
-
-
-def _plain(path: Path) -> Path:
-    if not os.path.isfile(path):
+    if not os.path.isfile(path):  # a pipe would be waited for
         raise FileNotFoundError("it is not a plain file")
-    return path
+    return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
 
 
 def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[Any, Any] | None:
@@ -385,7 +335,7 @@ def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[An
     try:
         with np.errstate(over="raise"):  # of a shape that lies, whose size would wrap around
             found: np.ndarray[Any, Any] = load_plain(path, mmap_mode="r")
-    except DAMAGED:
+    except Exception:  # NumPy raises many kinds for damaged files
         return None
     alike = isinstance(found, np.ndarray) and found.dtype == dtype and found.ndim and found.shape[1:] == shape
     return found if alike and found.flags.c_contiguous else None  # in another order, sums would round otherwise

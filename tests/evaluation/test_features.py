@@ -2,57 +2,68 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import features
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.files import sha256_of_file
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+WAYS = ("inception", "inception:torch-fidelity", "inception:pytorch-fid", "inception:clean-fid")
 
-def pictures(count: int, height: int = 64, width: int = 64, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+
+def pictures(count: int, height: int = 64, width: int = 64) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)
 
 
-def test_inception_through_the_real_network(inception_file: Path) -> None:
-    digest = sha256_of_file(inception_file)
-    extractor = load_extractor("inception", weights=inception_file, sha256=digest)
-    images = pictures(3)
-    found = extractor(images)
-    assert (found.shape, found.dtype, extractor.dimension) == ((3, 2048), torch.float32, 2048)
-    assert found.std(0).max() > 0
-    torch.testing.assert_close(found[1:2], extractor(images[1:2]), rtol=1e-4, atol=1e-5)
+def inception(way: str, file: Path) -> Extractor:
+    return load_extractor(way, weights=file, sha256=sha256_of_file(file))
 
 
 def test_inception_resizes_as_tensorflow_did(inception_file: Path) -> None:
     """The published statistics need TensorFlow 1's resizing; torchmetrics' own default has antialiasing."""
     fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
-    extractor = load_extractor("inception", weights=inception_file, sha256=sha256_of_file(inception_file))
+    extractor = inception("inception", inception_file)
     original = fidelity.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"], str(inception_file))
-    images = pictures(1, 320, 400)
-    torch.testing.assert_close(extractor(images), original(images)[0], rtol=1e-4, atol=1e-5)
+    images = pictures(2, 320, 400)
+    found = extractor(images)
+    assert (found.shape, found.dtype, extractor.dimension) == ((2, 2048), torch.float32, 2048)
+    torch.testing.assert_close(found, original(images)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1:2], extractor(images[1:2]), rtol=1e-4, atol=1e-5)
     extractor.network.use_antialias = True  # type: ignore[assignment]
-    assert not torch.allclose(extractor(images), original(images)[0], rtol=1e-2, atol=1e-3)
+    assert not torch.allclose(extractor(images), found, rtol=1e-2, atol=1e-3)
 
 
 def test_only_the_published_weights_give_fid(inception_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = sha256_of_file(inception_file)
-    other = load_extractor("inception", weights=inception_file, sha256=digest)
-    assert other.distance_name == f"FD-Inception-{digest[:8]}"
-    assert other.kernel_name == f"KD-Inception-{digest[:8]}"
+    other = inception("inception", inception_file)
+    assert (other.distance_name, other.kernel_name) == (f"FD-Inception-{digest[:8]}", f"KD-Inception-{digest[:8]}")
     assert features.INCEPTION_SHA256.startswith("6726825d")
     monkeypatch.setattr(features, "INCEPTION_SHA256", digest)
-    published = load_extractor("inception", weights=inception_file)
-    assert (published.distance_name, published.kernel_name) == ("FID", "KID")
+    found = [load_extractor(way, weights=inception_file) for way in WAYS]
+    assert [each.distance_name for each in found] == ["FID", "FID", "FID (pytorch-fid)", "FID (clean-fid)"]
+    assert [each.kernel_name for each in found] == ["KID", "KID", "KID (pytorch-fid)", "KID (clean-fid)"]
+    assert len({each.identity for each in found}) == 3
+    plain, same, *others = (each(pictures(1, 96, 120)) for each in found)
+    assert torch.equal(plain, same)
+    assert not any(torch.allclose(plain, other, rtol=1e-3) for other in others)
+
+
+def test_layers_in_turn_are_the_whole_network(inception_file: Path) -> None:
+    """Pictures of the network's own size are not resized, so all ways differ by the scale of their values alone."""
+    whole, _, other, clean = (inception(way, inception_file)(pictures(1, 299, 299)) for way in WAYS)
+    torch.testing.assert_close(clean, whole, rtol=1e-4, atol=1e-5)
+    assert (other - whole).abs().max() < 0.1 * whole.abs().max()
 
 
 def test_wrong_inception_weights(inception_file: Path, tmp_path: Path) -> None:
@@ -60,185 +71,11 @@ def test_wrong_inception_weights(inception_file: Path, tmp_path: Path) -> None:
         load_extractor("inception", weights=inception_file)
     with pytest.raises(ElfattError, match="do not exist"):
         load_extractor("inception", weights=tmp_path / "none.pth")
-    empty, pickled = tmp_path / "empty.pth", tmp_path / "pickled.pth"
-    torch.save({"a": torch.zeros(1)}, empty)
-    torch.save(Path("."), pickled)
-    for path, reason in ((empty, "do not fit"), (pickled, "not a file of tensors")):
+    torch.save({"a": torch.zeros(1)}, tmp_path / "empty.pth")
+    torch.save(Path("."), tmp_path / "pickled.pth")
+    for name, reason in (("empty", "do not fit"), ("pickled", "do not fit the network .*Weights only load failed")):
         with pytest.raises(ElfattError, match=reason):
-            load_extractor("inception", weights=path, sha256=sha256_of_file(path))
-
-
-@pytest.fixture
-def toy_extractor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToyExtractor:
-    from elfatt_sd.toy import features as toy
-
-    torch.manual_seed(0)
-    path = tmp_path / "classifier.safetensors"
-    save_file(toy.ToyClassifier().state_dict(), path)
-    monkeypatch.setattr(toy, "CLASSIFIER_FILE", path)
-    extractor = load_extractor("toy")
-    assert isinstance(extractor, ToyExtractor)
-    return extractor
-
-
-def test_toy_features_and_attributes(toy_extractor: ToyExtractor) -> None:
-    images = pictures(2, 256, 256)
-    found = toy_extractor(images)
-    assert found.shape == (2, toy_extractor.dimension) == (2, 64)
-    assert toy_extractor.distance_name == "FD-toy"
-    seen = toy_extractor.classify(found)
-    expected: dict[str, Tensor] = toy_extractor.network.classify(images)  # type: ignore[operator]
-    assert list(seen) == ["shape", "color", "pattern", "background"]
-    assert all(torch.equal(seen[name], expected[name]) for name in expected)
-    torch.testing.assert_close(toy_extractor(images[:1]), found[:1], rtol=1e-4, atol=1e-5)
-
-
-def test_toy_pictures_of_another_size_are_brought_to_256(toy_extractor: ToyExtractor) -> None:
-    flat = torch.full((1, 3, 128, 128), 90, dtype=torch.uint8)
-    large = torch.full((1, 3, 256, 256), 90, dtype=torch.uint8)
-    torch.testing.assert_close(toy_extractor(flat), toy_extractor(large), rtol=1e-4, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
-
-    folder: Path = tmp_path_factory.mktemp("clip")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = CLIPVisionConfig(**sizes, image_size=32, patch_size=8, projection_dim=24)
-    CLIPVisionModelWithProjection(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def dinov2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import Dinov2Config, Dinov2Model
-
-    folder: Path = tmp_path_factory.mktemp("dinov2")
-    torch.manual_seed(0)
-    config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14)
-    Dinov2Model(config).save_pretrained(folder)
-    return folder
-
-
-def test_clip_directory(clip_folder: Path) -> None:
-    extractor = load_extractor(f"clip:{clip_folder}")
-    model = "CLIP (ViT of width 32/8@32)"
-    assert (extractor.distance_name, extractor.kernel_name, extractor.dimension) == (f"FD-{model}", f"KD-{model}", 24)
-    images = pictures(3, 48, 80)
-    found = extractor(images)
-    assert found.shape == (3, 24)
-    torch.testing.assert_close(found[:1], extractor(images[:1]), rtol=1e-4, atol=1e-5)
-    # only the centre of the wide picture is seen
-    images[:, :, :, :10] = 0
-    torch.testing.assert_close(extractor(images), found)
-
-
-def test_preprocessing_of_the_directory_is_used_and_hashed(dinov2_folder: Path) -> None:
-    plain = load_extractor(f"dinov2:{dinov2_folder}")
-    assert (plain.distance_name, plain.dimension) == ("FD-DINOv2 (ViT of width 32/14@28)", 32)
-    images = pictures(2, 56, 56)
-    stored = {"size": {"shortest_edge": 32}, "crop_size": {"height": 28, "width": 28}, "image_mean": [0.5, 0.5, 0.5]}
-    path = dinov2_folder / "preprocessor_config.json"
-    path.write_text(json.dumps(stored))
-    other = load_extractor(f"dinov2:{dinov2_folder}")
-    path.unlink()
-    assert (other.preprocessing["shortest_edge"], other.preprocessing["crop"]) == (32, 28)
-    assert other.identity != plain.identity
-    assert not torch.allclose(other(images), plain(images), atol=1e-3)
-
-
-def test_features_are_float32_whatever_surrounds_them(clip_folder: Path) -> None:
-    extractor = load_extractor(f"clip:{clip_folder}")
-    images = pictures(2, 32, 32)
-    expected = extractor(images)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = extractor(images)
-    assert torch.equal(found, expected)
-
-
-def test_the_whole_clip_model_is_accepted(tmp_path: Path) -> None:
-    """With text and a projection of another size than the picture part's own settings say, as some are published."""
-    from transformers import CLIPConfig, CLIPModel
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text, vision = {**sizes, "vocab_size": 50}, {**sizes, "image_size": 32, "patch_size": 8}
-    torch.manual_seed(0)
-    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).eval()
-    model.save_pretrained(tmp_path)
-    extractor = load_extractor(f"clip:{tmp_path}")
-    assert extractor.dimension == 24
-    projection: Tensor = extractor.network.visual_projection.weight  # type: ignore[union-attr, assignment]
-    assert torch.equal(projection, model.visual_projection.weight)
-
-
-def test_directories_of_another_model_are_refused(clip_folder: Path, dinov2_folder: Path, tmp_path: Path) -> None:
-    """Transformers would fill what is missing with random numbers."""
-    from transformers import CLIPVisionConfig, CLIPVisionModel
-
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=8)).save_pretrained(tmp_path / "unprojected")
-    shutil.copytree(dinov2_folder, tmp_path / "damaged")
-    (tmp_path / "damaged" / "preprocessor_config.json").write_text("{")
-    cases = (
-        ("clip", dinov2_folder, "is of type dinov2; accepted: clip"),
-        ("dinov2", clip_folder, "is of type clip_vision_model; accepted: dinov2"),
-        ("clip", tmp_path / "unprojected", r"lacks 1 of its weights, first visual_projection\.weight"),
-        ("dinov2", tmp_path / "damaged", r"preprocessor_config\.json is damaged"),
-    )
-    for kind, folder, reason in cases:
-        with pytest.raises(ElfattError, match=rf"^(extractor {kind}:)?{folder}.* ?{reason}"):
-            load_extractor(f"{kind}:{folder}")
-
-
-@pytest.mark.parametrize("spec", ["resnet", "clip:", "clip", "dinov2:/nowhere"])
-def test_unknown_extractors(spec: str) -> None:
-    with pytest.raises(ElfattError, match=r"accepted: inception, inception:pytorch-fid, .*dinov2:DIR|no config.json"):
-        load_extractor(spec)
-
-
-def test_wrong_pictures() -> None:
-    class Mean(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
-
-        def forward(self, images: Tensor) -> Tensor:
-            return images.float().mean((2, 3)) * self.scale
-
-    extractor = Extractor("mean", "FD-mean", 3, Mean(), {})
-    assert extractor(pictures(2)).shape == (2, 3)
-    for wrong in (pictures(2).float(), pictures(2)[:, :1], pictures(2)[0]):
-        with pytest.raises(ElfattError, match="accepted is uint8"):
-            extractor(wrong)
-
-
-def inception(way: str, file: Path) -> Extractor:
-    return load_extractor(way, weights=file, sha256=sha256_of_file(file))
-
-
-def test_the_ways_into_inception_have_names_of_their_own(inception_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(features, "INCEPTION_SHA256", sha256_of_file(inception_file))
-    found = [
-        inception(f"inception{way}", inception_file) for way in ("", ":torch-fidelity", ":pytorch-fid", ":clean-fid")
-    ]
-    assert [each.distance_name for each in found] == ["FID", "FID", "FID (pytorch-fid)", "FID (clean-fid)"]
-    assert [each.kernel_name for each in found] == ["KID", "KID", "KID (pytorch-fid)", "KID (clean-fid)"]
-    assert len({each.identity for each in found}) == 3
-    images = pictures(1, 96, 120)
-    plain, same, *others = (each(images) for each in found)
-    assert torch.equal(plain, same)
-    assert not any(torch.allclose(plain, other, rtol=1e-3) for other in others)
-
-
-def test_layers_in_turn_are_the_whole_network(inception_file: Path) -> None:
-    """Pictures of the network's own size are not resized, so all ways differ by the scale of their values alone."""
-    images = pictures(1, 299, 299)
-    ways = ("inception", "inception:clean-fid", "inception:pytorch-fid")
-    whole, clean, other = (inception(way, inception_file)(images) for way in ways)
-    torch.testing.assert_close(clean, whole, rtol=1e-4, atol=1e-5)
-    assert (other - whole).abs().max() < 0.1 * whole.abs().max()
+            inception("inception", tmp_path / f"{name}.pth")
 
 
 @pytest.mark.parametrize("size", [(64, 80), (512, 512), (300, 299)])
@@ -268,43 +105,140 @@ def test_clean_fid_resizes_in_the_same_way(inception_file: Path, size: tuple[int
     torch.testing.assert_close(extractor(images), pixels.flatten(1), rtol=1e-3, atol=1e-4)
 
 
-def test_dinov2_sees_the_whole_picture(dinov2_folder: Path) -> None:
-    extractor = load_extractor(f"dinov2:{dinov2_folder}")
-    images = pictures(1, 64, 128)
+@pytest.fixture
+def toy_extractor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ToyExtractor:
+    from elfatt_sd.toy import features as toy
+
+    torch.manual_seed(0)
+    path = tmp_path / "classifier.safetensors"
+    save_file(toy.ToyClassifier().state_dict(), path)
+    monkeypatch.setattr(toy, "CLASSIFIER_FILE", path)
+    extractor = load_extractor("toy")
+    assert isinstance(extractor, ToyExtractor)
+    return extractor
+
+
+def test_toy_features_and_attributes(toy_extractor: ToyExtractor) -> None:
+    images = pictures(2, 256, 256)
+    found = toy_extractor(images)
+    assert found.shape == (2, toy_extractor.dimension) == (2, 64)
+    assert toy_extractor.distance_name == "FD-toy"
+    seen = toy_extractor.classify(found)
+    expected: dict[str, Tensor] = toy_extractor.network.classify(images)  # type: ignore[operator]
+    assert list(seen) == ["shape", "color", "pattern", "background"]
+    assert all(torch.equal(seen[name], expected[name]) for name in expected)
+    flat, large = (torch.full((1, 3, side, side), 90, dtype=torch.uint8) for side in (128, 256))
+    torch.testing.assert_close(toy_extractor(flat), toy_extractor(large), rtol=1e-4, atol=1e-5)
+    for wrong in (images.float(), images[:, :1], images[0]):
+        with pytest.raises(ElfattError, match="accepted is uint8"):
+            toy_extractor(wrong)
+    for weight in toy_extractor.network.parameters():  # a reference would be damaged each time that it is computed
+        weight.fill_(float("nan"))
+    with pytest.raises(ElfattError, match=r"extractor toy gives NaN, or numbers of 1e\+15 and more"):
+        toy_extractor(images)
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    folder: Path = tmp_path_factory.mktemp("clip")
+    torch.manual_seed(0)
+    config = CLIPVisionConfig(**SIZES, image_size=32, patch_size=8, projection_dim=24)
+    CLIPVisionModelWithProjection(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def dinov2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Dinov2Config, Dinov2Model
+
+    folder: Path = tmp_path_factory.mktemp("dinov2")
+    torch.manual_seed(0)
+    config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14)
+    Dinov2Model(config).save_pretrained(folder)
+    return folder
+
+
+def test_clip_directory(clip_folder: Path) -> None:
+    extractor = load_extractor(f"clip:{clip_folder}")
+    model = "CLIP (ViT of width 32/8@32)"
+    assert (extractor.distance_name, extractor.kernel_name, extractor.dimension) == (f"FD-{model}", f"KD-{model}", 24)
+    images = pictures(3, 48, 80)
+    found = extractor(images)
+    assert found.shape == (3, 24)
+    torch.testing.assert_close(found[:1], extractor(images[:1]), rtol=1e-4, atol=1e-5)
+    images[:, :, :, :10] = 0  # only the centre of the wide picture is seen
+    torch.testing.assert_close(extractor(images), found)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        surrounded = extractor(images)
+    assert torch.equal(surrounded, extractor(images)), "float32, whatever surrounds it"
+
+
+def test_preprocessing_of_the_directory_is_used_and_hashed(dinov2_folder: Path, tmp_path: Path) -> None:
+    plain = load_extractor(f"dinov2:{dinov2_folder}")
+    assert (plain.distance_name, plain.dimension) == ("FD-DINOv2 (ViT of width 32/14@28)", 32)
+    images = pictures(2, 56, 112)
     dark = images.clone()
     dark[..., :16] = 0
-    assert not torch.equal(extractor(images), extractor(dark))
+    assert not torch.equal(plain(images), plain(dark)), "the whole picture is seen"
+    stored = {"size": {"shortest_edge": 32}, "crop_size": {"height": 28, "width": 28}, "image_mean": [0.5, 0.5, 0.5]}
+    shutil.copytree(dinov2_folder, tmp_path / "other")
+    (tmp_path / "other" / "preprocessor_config.json").write_text(json.dumps(stored))
+    other = load_extractor(f"dinov2:{tmp_path / 'other'}")
+    assert (other.preprocessing["shortest_edge"], other.preprocessing["crop"]) == (32, 28)
+    assert other.identity != plain.identity
+    assert not torch.allclose(other(images), plain(images), atol=1e-3)
+
+
+def test_the_whole_clip_model_is_accepted(tmp_path: Path) -> None:
+    """With text and a projection of another size than the picture part's own settings say, as some are published."""
+    from transformers import CLIPConfig, CLIPModel
+
+    text, vision = {**SIZES, "vocab_size": 50}, {**SIZES, "image_size": 32, "patch_size": 8}
+    torch.manual_seed(0)
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).eval()
+    model.save_pretrained(tmp_path)
+    extractor = load_extractor(f"clip:{tmp_path}")
+    assert extractor.dimension == 24
+    projection: Tensor = extractor.network.visual_projection.weight  # type: ignore[union-attr, assignment]
+    assert torch.equal(projection, model.visual_projection.weight)
+
+
+def test_other_models_and_extractors_are_refused(clip_folder: Path, dinov2_folder: Path, tmp_path: Path) -> None:
+    """Transformers would fill what is missing with random numbers."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    CLIPVisionModel(CLIPVisionConfig(**SIZES, image_size=32, patch_size=8)).save_pretrained(tmp_path)
+    cases = [
+        ("resnet", "accepted: inception, inception:pytorch-fid, .*dinov2:DIR"),
+        ("clip:", "accepted: inception"),
+        ("dinov2:/nowhere", "no config.json"),
+        (f"clip:{dinov2_folder}", "is of type dinov2; accepted: clip"),
+        (f"dinov2:{clip_folder}", "is of type clip_vision_model; accepted: dinov2"),
+        (f"clip:{tmp_path}", r"lacks 1 of its weights, first visual_projection\.weight"),
+    ]
+    for spec, reason in cases:
+        with pytest.raises(ElfattError, match=reason):
+            load_extractor(spec)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
+        "{",
         {"crop_size": "x"},
         {"crop_size": -1},
         {"size": {"height": 10**9}},
         {"size": 10_000},
         {"image_mean": [1]},
         {"image_std": [0, 1, 1]},
+        {"crop_size": 8},  # CLIP takes images of its own size alone
     ],
 )
-def test_odd_preprocessing_is_told(dinov2_folder: Path, tmp_path: Path, wrong: dict[str, object]) -> None:
-    shutil.copytree(dinov2_folder, tmp_path / "model")
-    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(wrong))
-    with pytest.raises(ElfattError, match=r"preprocessor_config\.json"):
-        load_extractor(f"dinov2:{tmp_path / 'model'}")
-
-
-def test_clip_takes_images_of_its_own_size_alone(clip_folder: Path, tmp_path: Path) -> None:
+def test_odd_preprocessing_is_told(clip_folder: Path, tmp_path: Path, wrong: Any) -> None:
     shutil.copytree(clip_folder, tmp_path / "model")
-    (tmp_path / "model" / "preprocessor_config.json").write_text('{"crop_size": 8}')
-    with pytest.raises(ElfattError, match="crop_size=8 is not accepted; accepted: 32, the side of the model's images"):
+    text = wrong if isinstance(wrong, str) else json.dumps(wrong)
+    (tmp_path / "model" / "preprocessor_config.json").write_text(text)
+    with pytest.raises(ElfattError, match=r"preprocessor_config\.json"):
         load_extractor(f"clip:{tmp_path / 'model'}")
-
-
-def test_features_that_are_not_finite_are_told(toy_extractor: ToyExtractor) -> None:
-    """What a reference keeps of them would be damaged each time that it is computed."""
-    damaged = copy.deepcopy(toy_extractor)
-    for weight in damaged.network.parameters():
-        weight.fill_(float("nan"))
-    with pytest.raises(ElfattError, match=r"extractor toy gives NaN, or numbers of 1e\+15 and more"):
-        damaged(pictures(1))

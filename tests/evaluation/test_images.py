@@ -1,7 +1,13 @@
-"""Images of a row: their latents, pixels and schedulers, and which prompts they are of."""
+"""Images of a row: latents, pixels and schedulers; other code, weights or versions are refused where they made some."""
 
 from __future__ import annotations
 
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,32 +16,28 @@ import pytest
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from support import runs
+from support import tiny_pipelines as tiny
+from support.runs import ROOT, make, row_of, run_data
 
 import elfatt_sd
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate
+from elfatt_sd.evaluation import images as images_module
 from elfatt_sd.evaluation.generate import image_progress
-from elfatt_sd.evaluation.images import check_images, row_patch, start_noise, to_uint8
-from elfatt_sd.evaluation.prompts import run_prompts, spread
+from elfatt_sd.evaluation.images import check_images, image_environment, row_patch, start_noise, to_uint8
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.stages import obstacles
 
 
-def test_latents_do_not_depend_on_batches_or_rows(protocol: Protocol) -> None:
+def test_latents_do_not_depend_on_batches_rows_or_dtype(protocol: Protocol) -> None:
     pipe = generate.load_protocol_pipeline(protocol)
     together = start_noise(pipe, protocol, [3, 4, 5])["latents"]
     alone = torch.cat([start_noise(pipe, protocol, [seed])["latents"] for seed in (3, 4, 5)])
     assert torch.equal(together, alone)
     assert together.std() == pytest.approx(1, abs=0.1)
-
-
-def test_half_precision_latents_are_rounded_float32_ones(protocol: Protocol) -> None:
-    pipe = generate.load_protocol_pipeline(protocol)
-    exact = start_noise(pipe, protocol, [3])["latents"]
     pipe.unet.to(torch.bfloat16)
-    rounded = start_noise(pipe, protocol, [3])["latents"]
-    assert torch.equal(rounded, exact.to(torch.bfloat16))
+    assert torch.equal(start_noise(pipe, protocol, [3])["latents"], together[:1].to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -53,20 +55,6 @@ def test_the_untouched_pipeline_takes_another_backend(protocol: Protocol) -> Non
         assert elfatt_sd.is_patched(pipe)
     with row_patch(pipe, protocol.baseline):
         assert "ElfattProcessor" not in {type(each).__name__ for each in pipe.unet.attn_processors.values()}
-
-
-@pytest.mark.parametrize(("offsets", "wrong"), [((4,), 4), ((5, 9), 9), ((5, 5), 5), ((5, 10), None), ((5,), None)])
-def test_null_rows_share_no_seed(tmp_path: Path, model: Path, offsets: tuple[int, ...], wrong: int | None) -> None:
-    nulls = "".join(
-        f'[[cells]]\nname = "null{index}"\nmethod = "sd"\nrole = "null"\nseed_offset = {offset}\n'
-        for index, offset in enumerate(offsets)
-    )
-    protocol = runs.small_protocol(tmp_path, model, cells=f'[[cells]]\nmethod = "sd"\nrole = "baseline"\n{nulls}')
-    if wrong is None:
-        assert len(run_prompts(protocol)) == 5
-        return
-    with pytest.raises(ElfattError, match=f"seed_offset={wrong} is not accepted; with 5 images a row"):
-        run_prompts(protocol)
 
 
 @pytest.mark.parametrize(
@@ -135,15 +123,6 @@ def test_a_dry_run_tells_that_a_scheduler_does_not_fit(tmp_path: Path, model: Pa
     assert told.endswith("; accepted: stored, PLMS, or a scheduler class of diffusers for such a model.")
 
 
-def test_spread_is_even_and_not_in_step_with_the_list() -> None:
-    values = list(range(1792))
-    chosen = spread(values, 256)
-    assert chosen == spread(values, 256)
-    assert [value // 7 for value in chosen] == list(range(256))
-    assert len({value % 7 for value in chosen}) == 7
-    assert spread(values, 0) == spread(values, 5000) == values
-
-
 def test_a_log_tells_the_time_left_however_long_a_batch_takes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,3 +141,157 @@ def test_a_log_tells_the_time_left_however_long_a_batch_takes(
     with image_progress(50, shares=2, shown=True) as advance:
         advance(0, "sd")
     assert capsys.readouterr().err == "generate: sd, 0 of 50 images of process 1 of 2 done\n"
+
+
+def test_processes_that_would_make_other_images_are_refused(
+    made: tuple[Path, Protocol], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those of a machine with another version of PyTorch; no row need have been begun."""
+    run_dir, protocol = made
+    environment = run_data(run_dir)["environment"]
+    packages = environment["packages"] | {"torch": "1.0"}
+    monkeypatch.setattr(generate, "gathered", lambda own: [own, own])
+    generate._check_processes(environment, protocol.cells)
+    monkeypatch.setattr(generate, "gathered", lambda own: [own, {**environment, "packages": packages}])
+    with pytest.raises(ElfattError, match=r"0 and 1 would .* \(torch: .* there, 1.0 here"):
+        generate._check_processes(environment, protocol.cells)
+
+
+def test_another_specification_is_refused_with_the_difference(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    run_dir, protocol = made
+    other = runs.small_protocol(tmp_path, Path(protocol.model), "steps=5", "guidance=2.0")
+    with pytest.raises(ElfattError) as error:
+        make(run_dir, other)
+    refused = ("another specification", "steps: 4 there, 5 here", "guidance: 7.5 there, 2.0 here", f"--reuse {run_dir}")
+    for part in refused:
+        assert part in str(error.value)
+
+
+def test_other_weights_are_refused(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    run_dir, protocol = made
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy)
+    row_of(copy, protocol.cells[-1]).manifest.unlink()
+    pipe = tiny.sd15(tmp_path)
+    with torch.no_grad():
+        pipe.unet.conv_in.bias += 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generate, "load_protocol_pipeline", lambda *_: pipe)
+        with pytest.raises(ElfattError, match=r"images come out differently \(model_sha256"):
+            make(copy, protocol)
+
+
+def test_other_code_is_refused_where_it_has_made_images(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only the untouched rows are there, the run goes on, and says which code made the others."""
+    run_dir, protocol = made
+    refused, goes_on = (Path(shutil.copytree(run_dir, tmp_path / name)) for name in ("refused", "goes_on"))
+    row_of(refused, protocol.cells[-1]).manifest.unlink()
+    shutil.rmtree(row_of(goes_on, protocol.cells[2]).folder)
+    monkeypatch.setattr(
+        generate, "image_environment", lambda *args: {**image_environment(*args), "method_sha256": "of other code"}
+    )
+    with pytest.raises(ElfattError, match=r"come out differently \(method_sha256: \w+ there, of other code here\)"):
+        make(refused, protocol)
+    before = run_data(goes_on)
+    assert make(goes_on, protocol) == {}
+    now = run_data(goes_on)
+    assert now["environment"]["method_sha256"] == "of other code"
+    assert {**now, "environment": before["environment"]} == before
+
+
+def test_the_hashed_modules_are_all_that_a_patch_imports() -> None:
+    """A module that a patch comes to use has to be added, or named here as one that changes no image."""
+    package, hashed = ROOT / "elfatt_sd", (*images_module._METHOD, "methods", "families", "attention.triton")
+    idle = {"devices", "errors", "files", "plans", "runtime", "runtime.autotune"}
+    for name in images_module._METHOD:
+        for node in ast.walk(ast.parse((package / f"{name.replace('.', '/')}.py").read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("elfatt_sd"):
+                for part in node.names:
+                    place = package.joinpath(*str(node.module).split(".")[1:], part.name)
+                    module = place if place.with_suffix(".py").is_file() or place.is_dir() else place.parent
+                    found = ".".join(module.relative_to(package).parts)
+                    assert found in idle or found.startswith(hashed), f"{name} imports {found}"
+
+
+@pytest.mark.parametrize(
+    ("part", "changed"),
+    [("unet", {"attention_head_dim": 4}), ("vae", {"scaling_factor": 0.5}), ("scheduler", {"steps_offset": 7})],
+)
+def test_settings_of_parts_belong_to_the_model(protocol: Protocol, part: str, changed: dict[str, float]) -> None:
+    """And tokenizers count by what they make of the prompts."""
+    pipe = generate.load_protocol_pipeline(protocol)
+    before = image_environment(protocol, pipe)
+    assert image_environment(protocol, generate.load_protocol_pipeline(protocol)) == before
+    getattr(pipe, part).register_to_config(**changed)
+    now = image_environment(protocol, pipe)
+    assert [name for name in now if now[name] != before[name]] == ["model_sha256"]
+    pipe.tokenizer.model_max_length -= 1
+    assert image_environment(protocol, pipe)["prompts_sha256"] != before["prompts_sha256"]
+
+
+CODE = """
+import builtins, ctypes, os, sys
+
+def ours(depth=4):
+    # Other packages know the system that they are on; this one must not.
+    frame, names = sys._getframe(2), []
+    while frame is not None and len(names) < depth:
+        names.append(frame.f_globals.get("__name__") or "")
+        frame = frame.f_back
+    if names[0].startswith("psutil"):
+        return False  # it asks each system in its own way
+    return any(name.startswith("elfatt_sd") for name in names)
+
+def without(call, error):
+    def wrapper(*arguments, **options):
+        if ours(1):
+            raise error
+        return call(*arguments, **options)
+    return wrapper
+
+for name in ("uname", "fork", "pread", "pwrite", "getuid", "symlink", "statvfs"):
+    setattr(os, name, without(getattr(os, name), AttributeError(name)))
+ctypes.CDLL = type("CDLL", (ctypes.CDLL,), {{"__init__": without(ctypes.CDLL.__init__, OSError("no glibc"))}})
+bring = builtins.__import__
+
+def bring_other(name, *rest, **options):
+    if name in ("fcntl", "resource", "pwd", "grp", "termios") and ours(1):
+        raise ImportError(name)
+    return bring(name, *rest, **options)
+
+def hide(event, arguments):
+    if event == "open" and str(arguments[0]).startswith("/proc") and ours():
+        raise FileNotFoundError(arguments[0])
+
+builtins.__import__ = bring_other
+sys.addaudithook(hide)
+import elfatt_sd
+from elfatt_sd.cli import app
+
+pipe = elfatt_sd.load_pipeline({model!r}, device="cpu")
+with elfatt_sd.patched(pipe, "elfatt"):
+    pass
+app({words!r})
+"""
+
+
+def test_a_small_evaluation_without_unix(workplace: Path, tmp_path: Path) -> None:
+    place = tmp_path / "mit Leerzeichen é"
+    place.mkdir()
+    cells = runs.UNTOUCHED + '[[cells]]\nmethod = "elfatt"\nratio = 0.5\nblock_size = 16\nagents = 8\n'
+    protocol = runs.write_protocol(place, workplace / "sd15", cells)
+    words = ["eval", "run", str(protocol), "--out", str(place / "run"), "--quiet", "--limit", "3"]
+    for override in runs.full_overrides(workplace):
+        words += ["--set", override]
+    code = CODE.format(model=str(workplace / "sd15"), words=words)
+    environment = {**os.environ, "ELFATT_SD_CACHE": str(place / "cache"), "PYTHONUTF8": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(runs.ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=500)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    rows = json.loads((place / "run" / "results.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 3 and all(row["distances"] and row["time"] for row in rows)
+    assert all(row["memory"]["failed"].startswith("not measured: ") for row in rows), "no system tells"
+    for path in (place / "run").rglob("*"):
+        assert not set(path.name) & set('<>:"|?*\\'), path

@@ -1,74 +1,61 @@
-"""Labels and prompts."""
+"""Prompts of labels and of files: what is read, what is refused, and which images belong together."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from support import runs
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation import prompts
-from elfatt_sd.evaluation.prompts import Label, build_prompts, imagenet_labels, load_labels, read_labels
+from elfatt_sd.evaluation.images import image_environment, load_protocol_pipeline
+from elfatt_sd.evaluation.prompts import (
+    PROMPT_LISTS,
+    Label,
+    PromptFile,
+    label_texts,
+    load_labels,
+    read_prompts,
+    run_prompts,
+    spread,
+)
+from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.records import same_images
+
+
+def write(folder: Path, name: str, content: str | bytes) -> str:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+    return str(path)
 
 
 def test_imagenet_has_1000_classes_with_distinct_names() -> None:
-    labels = imagenet_labels()
+    labels = load_labels("imagenet1k")
     assert [label.index for label in labels] == list(range(1000))
     assert len({label.name.lower() for label in labels}) == len({label.wnid for label in labels}) == 1000
-    assert labels[0] == Label(0, "n01440764", "tench")
-    assert labels[999] == Label(999, "n15075141", "toilet tissue")
-
-
-def test_names_that_mean_two_things_are_told_apart() -> None:
-    names = [label.name for label in imagenet_labels()]
+    assert (labels[0], labels[999]) == (Label(0, "n01440764", "tench"), Label(999, "n15075141", "toilet tissue"))
+    names = [label.name for label in labels]
     assert (names[134], names[517]) == ("crane bird", "construction crane")
-    assert names[638] != names[639]
     assert {"maillot", "crane", "sunglass", "Cardigan"}.isdisjoint(names)
 
 
-def test_changed_label_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = tmp_path / "labels.csv"
-    changed.write_text(prompts.IMAGENET_FILE.read_text().replace("tench", "trout"))
-    monkeypatch.setattr(prompts, "IMAGENET_FILE", changed)
-    with pytest.raises(ElfattError, match="sha256"):
-        imagenet_labels()
-
-
-def test_toy_labels_are_the_renderers_prompts() -> None:
+def test_labels_of_the_toy_and_of_files(tmp_path: Path) -> None:
     from elfatt_sd.toy.renderer import CLASS_PROMPTS
 
     assert [label.name for label in load_labels("toy")] == list(CLASS_PROMPTS)
+    lines = write(tmp_path, "labels.txt", "a cat\n\n  a dog \n")
+    table = write(tmp_path, "labels.csv", '\ufeffwnid,name\nn1,"lynx, spotted"\n')
+    assert load_labels(lines) == [Label(0, "", "a cat"), Label(1, "", "a dog")]
+    assert load_labels(table) == [Label(0, "n1", "lynx, spotted")]
 
 
-def test_prompts_are_numbered_class_after_class() -> None:
+def test_templates() -> None:
     labels = [Label(3, "n1", "eft"), Label(7, "n2", "tench")]
-    found = build_prompts(labels, "A photograph of {article} {label}.", 2)
-    assert [(prompt.index, prompt.class_index) for prompt in found] == [(0, 3), (1, 3), (2, 7), (3, 7)]
-    assert [prompt.text for prompt in found][1:3] == ["A photograph of an eft.", "A photograph of a tench."]
-    assert len(build_prompts(imagenet_labels(), "{label}", 2)) == 2000
-
-
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [("{lable}", "'lable'"), ("a photo", "no field"), ("{label", "not accepted"), ("{}{label}", "''")],
-)
-def test_bad_template(template: str, reason: str) -> None:
-    with pytest.raises(ElfattError, match=reason):
-        build_prompts([Label(0, "", "cat")], template, 1)
-
-
-def test_no_labels_or_no_images() -> None:
-    with pytest.raises(ElfattError, match="empty"):
-        build_prompts([], "{label}", 1)
-    with pytest.raises(ElfattError, match="images_per_class=0"):
-        build_prompts([Label(0, "", "cat")], "{label}", 0)
-
-
-def test_label_files(tmp_path: Path) -> None:
-    (tmp_path / "labels.txt").write_text("a cat\n\n  a dog \n", encoding="utf-8")
-    (tmp_path / "labels.csv").write_text('\ufeffwnid,name\nn1,"lynx, spotted"\n', encoding="utf-8")
-    assert read_labels(tmp_path / "labels.txt") == [Label(0, "", "a cat"), Label(1, "", "a dog")]
-    assert load_labels(str(tmp_path / "labels.csv")) == [Label(0, "n1", "lynx, spotted")]
+    found = label_texts(labels, "A photograph of {article} {label}.")
+    assert found == [(3, "A photograph of an eft."), (7, "A photograph of a tench.")]
+    for template, reason in (("{lable}", "'lable'"), ("a photo", "no field"), ("{label", "not accepted"), ("{}", "{}")):
+        with pytest.raises(ElfattError, match=reason):
+            label_texts(labels, template)
 
 
 @pytest.mark.parametrize(
@@ -77,21 +64,120 @@ def test_label_files(tmp_path: Path) -> None:
         ("empty.txt", b"", "empty"),
         ("blank.txt", b"\n  \n", "empty"),
         ("empty.csv", b"", "empty"),
-        ("twice.txt", b"cat\ncat\n", "twice"),
+        ("twice.txt", b"cat\ncat\n", "'cat' twice"),
         ("column.csv", b"title\ncat\n", "columns title"),
         ("quote.csv", b'name\n"cat\ndog\nowl\n', r"quote\.csv, line 1 is damaged"),
         ("more.csv", b"name\ncrane, bird\n", r"more\.csv, line 2 has more fields"),
-        ("columns.csv", b"name,name\ncat,dog\n", "two columns 'name'"),
-        ("nul.txt", b"cat\0\ndog\n", "not text"),
         ("latin.txt", "é".encode("latin-1"), "cannot be read"),
+        ("", b"", "accepted: imagenet1k, toy"),
     ],
 )
 def test_bad_label_files(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
-    (tmp_path / name).write_bytes(content)
     with pytest.raises(ElfattError, match=reason):
-        load_labels(str(tmp_path / name))
+        load_labels(write(tmp_path, name, content) if name else "imagenet22k")
 
 
-def test_unknown_list() -> None:
-    with pytest.raises(ElfattError, match="imagenet1k, toy"):
-        load_labels("imagenet22k")
+def test_lines(tmp_path: Path) -> None:
+    """A prompt may hold other marks that end lines; forms of one character make no other cluster."""
+    file = write(
+        tmp_path, "p.txt", '\ufeffa cat\r\n\r\n  two\u2028dogs, a "b" \nA  cat\na cafe\u0301\na caf\u00e9\na cafe'
+    )
+    found = read_prompts(PromptFile(file))
+    assert found[:3] == [(0, "a cat"), (1, 'two\u2028dogs, a "b"'), (0, "A  cat")]
+    assert [cluster for cluster, _ in found[3:]] == [2, 2, 3]
+
+
+def test_tables(tmp_path: Path) -> None:
+    rows = 'Category,Prompts\nbirds,"an owl,\nat night"\ncats,a lynx\nbirds,a wren\n'
+    source = PromptFile(write(tmp_path, "drawbench.csv", rows), cluster="Category")
+    assert read_prompts(source) == [(0, "an owl,\nat night"), (1, "a lynx"), (0, "a wren")]
+    tabs = write(tmp_path, "parti.tsv", "Prompt\tNote\tlong\na cat\tx\ta small cat\n")
+    assert read_prompts(PromptFile(tabs)) == [(0, "a cat")]
+    assert read_prompts(PromptFile(tabs, column="long")) == [(0, "a small cat")]
+
+
+@pytest.mark.parametrize("name", PROMPT_LISTS)
+def test_lists_in_the_package(name: str) -> None:
+    found = read_prompts(PromptFile(name))
+    assert len({cluster for cluster, _ in found}) == len(found) >= 30  # enough for verdicts
+    assert len({cluster for cluster, _ in read_prompts(PromptFile(name, cluster="category"))}) < len(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "reason"),
+    [
+        ("a.txt", " \n\n", {}, "no prompt"),
+        ("a.txt", "é".encode("latin-1"), {}, "UTF-8"),
+        ("a.txt", "a\n", {"cluster": "x"}, "need a table"),
+        ("a.csv", "", {}, "no prompt"),
+        ("a.csv", "title\na\n", {}, "has the columns title"),
+        ("a.csv", "prompt\na\n", {"cluster": "kind"}, "no column 'kind'"),
+        ("a.csv", "prompt,kind\na\n", {"cluster": "kind"}, "line 2 has nothing in column 'kind'"),
+        ("a.csv", "prompt,kind\n,x\n", {}, "line 2 has nothing in column 'prompt'"),
+        ("a.csv", "prompt\na,b\n", {}, "line 2 has more fields"),
+        ("a.csv", 'prompt\n"a"b\n', {}, "damaged"),
+        ("a.jsonl", '{"prompt": "a"}\n', {}, "is JSON, which is not read; give a text file, .csv or .tsv"),
+        ("", "", {}, "is not a file"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, name: str, content: str | bytes, options: dict[str, str], reason: str) -> None:
+    with pytest.raises(ElfattError, match=reason) as raised:
+        read_prompts(PromptFile(write(tmp_path, name, content) if name else "absent.txt", **options))
+    assert "\n" not in str(raised.value)
+
+
+def of_file(folder: Path, model: Path, *more: str) -> Protocol:
+    file = write(folder, "prompts.csv", "prompt,kind\nan owl,bird\na wren,bird\na lynx,cat\na puma,cat\n")
+    return runs.small_protocol(folder, model, f"prompts.file={file}", *more)
+
+
+def test_a_run_takes_its_prompts_from_the_file(tmp_path: Path, model: Path) -> None:
+    found = run_prompts(of_file(tmp_path, model, "prompts.cluster=kind", "images_per_class=2", "classes=3"))
+    assert [each.index for each in found] == list(range(6))
+    assert [each.text for each in found[::2]] == [found[1].text, found[3].text, found[5].text]
+    assert {each.class_index for each in found} == {0, 1}
+    apart = run_prompts(of_file(tmp_path, model))
+    assert [each.class_index for each in apart] == [0, 1, 2, 3]
+    assert len(run_prompts(of_file(tmp_path, model, "limit=2"))) == 2
+    with pytest.raises(ElfattError, match="images_per_class=1000000 with 1000 labels or prompts"):
+        run_prompts(runs.small_protocol(tmp_path, model, "labels=imagenet1k", "images_per_class=1000000"))
+
+
+def test_prompts_and_clusters_are_part_of_the_run(tmp_path: Path, model: Path) -> None:
+    plain, clustered = of_file(tmp_path, model), of_file(tmp_path, model, "prompts.cluster=kind")
+    assert plain.identity != clustered.identity
+    assert Protocol.from_dict(plain.to_dict()) == plain
+    pipe = load_protocol_pipeline(plain)
+    before, other = image_environment(plain, pipe), image_environment(clustered, pipe)
+    assert any("prompts_sha256" in line for line in same_images(before, other, plain.cells))
+    path = Path(plain.prompts.file) if plain.prompts else tmp_path
+    path.write_text(path.read_text().replace("lynx", "bobcat"))
+    after = image_environment(plain, pipe)
+    assert any("prompts_sha256" in line for line in same_images(before, after, plain.cells))
+    assert before["prompts_file"]["sha256"] != after["prompts_file"]["sha256"]
+    data = runs.small_protocol(tmp_path, model).to_dict()  # without a file the identity is what it was before files
+    old = {key: value for key, value in data.items() if key != "prompts"}
+    assert Protocol.from_dict(old).identity == Protocol.from_dict(data).identity
+
+
+@pytest.mark.parametrize(("offsets", "wrong"), [((4,), 4), ((5, 9), 9), ((5, 5), 5), ((5, 10), None), ((5,), None)])
+def test_null_rows_share_no_seed(tmp_path: Path, model: Path, offsets: tuple[int, ...], wrong: int | None) -> None:
+    nulls = "".join(
+        f'[[cells]]\nname = "null{index}"\nmethod = "sd"\nrole = "null"\nseed_offset = {offset}\n'
+        for index, offset in enumerate(offsets)
+    )
+    protocol = runs.small_protocol(tmp_path, model, cells=f'[[cells]]\nmethod = "sd"\nrole = "baseline"\n{nulls}')
+    if wrong is None:
+        assert len(run_prompts(protocol)) == 5
+        return
+    with pytest.raises(ElfattError, match=f"seed_offset={wrong} is not accepted; with 5 images a row"):
+        run_prompts(protocol)
+
+
+def test_spread_is_even_and_not_in_step_with_the_list() -> None:
+    values = list(range(1792))
+    chosen = spread(values, 256)
+    assert chosen == spread(values, 256)
+    assert [value // 7 for value in chosen] == list(range(256))
+    assert len({value % 7 for value in chosen}) == 7
+    assert spread(values, 0) == spread(values, 5000) == values

@@ -15,7 +15,7 @@ from support import runs
 from support.runs import row_of
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation import generate, score, sources, stages
+from elfatt_sd.evaluation import extraction, generate, score, stages
 from elfatt_sd.evaluation.features import load_extractor
 from elfatt_sd.evaluation.measure import program_of
 from elfatt_sd.evaluation.metrics.base import MetricChoice
@@ -233,7 +233,9 @@ def test_a_reference_is_checked_in_all_before_any_work(
     """Its number of pictures too, where they are known by their statistics only; and a folder is listed once."""
     overrides = runs.full_overrides(workplace)
     listed: list[Path] = []
-    monkeypatch.setattr(sources, "_folder", lambda path, list_it=sources._folder: listed.append(path) or list_it(path))
+    monkeypatch.setattr(
+        extraction, "_folder", lambda path, list_it=extraction._folder: listed.append(path) or list_it(path)
+    )
     stages.check_inputs(runs.small_protocol(tmp_path, workplace / "sd15", *overrides))
     assert listed == [workplace / "val"]
     dimension = load_extractor(f"clip:{workplace / 'clip'}").dimension

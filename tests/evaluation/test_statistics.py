@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
-import os
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,28 +35,15 @@ from elfatt_sd.evaluation.statistics import (
 )
 
 
-def test_statistics_are_mean_and_unbiased_covariance() -> None:
-    features = 3 + normal(50, 6, 0)
-    found = FeatureStatistics.of(features)
-    torch.testing.assert_close(found.mean, features.mean(0))
-    torch.testing.assert_close(found.covariance, torch.cov(features.T))
-
-
-def test_streaming_equals_batch() -> None:
-    features = 1000 + normal(101, 5, 1)  # an offset that a sum of squares would lose digits to
-    whole = FeatureStatistics.of(features)
+def test_streamed_statistics_are_mean_and_unbiased_covariance() -> None:
+    features = (1000 + normal(2000, 5, 1)).float()  # an offset that a sum of squares would lose digits to
     streamed = FeatureStatistics(5)
-    for start in range(0, 101, 7):
+    for start in range(0, 2000, 7):
         streamed.update(features[start : start + 7])
-    assert streamed.count == 101
-    torch.testing.assert_close(streamed.mean, whole.mean, rtol=1e-13, atol=0)
-    torch.testing.assert_close(streamed.covariance, whole.covariance, rtol=1e-9, atol=1e-9)
-
-
-def test_float32_features_get_float64_statistics() -> None:
-    features = (1000 + normal(2000, 3, 2)).float()
-    expected = torch.cov(features.double().T)
-    torch.testing.assert_close(FeatureStatistics.of(features).covariance, expected, rtol=1e-9, atol=1e-9)
+    assert streamed.count == 2000
+    for found in (streamed, FeatureStatistics.of(features)):
+        torch.testing.assert_close(found.mean, features.double().mean(0), rtol=1e-13, atol=0)
+        torch.testing.assert_close(found.covariance, torch.cov(features.double().T), rtol=1e-9, atol=1e-9)
 
 
 def test_statistics_survive_the_disk(tmp_path: Path) -> None:
@@ -73,57 +57,25 @@ def test_statistics_survive_the_disk(tmp_path: Path) -> None:
 
 
 def test_moments_of_other_tools(tmp_path: Path) -> None:
+    """Some without a count; `test_reference.py` has what is refused of those that could be read."""
     np.savez(tmp_path / "other.npz", mu=np.zeros(3, np.float32), sigma=np.eye(3))
     mean, covariance, count = load_moments(tmp_path / "other.npz")
     assert (mean.dtype, covariance.shape, count) == (torch.float64, (3, 3), None)
     np.savez(tmp_path / "bad.npz", mu=np.zeros(3), sigma=np.eye(4))
-    np.savez(tmp_path / "nan.npz", mu=np.full(3, np.nan), sigma=np.eye(3))
     (tmp_path / "text.npz").write_text("no archive")
-    for name, reason in (
-        ("bad", r"\(4, 4\)"),
-        ("nan", "NaN"),
-        ("text", "cannot be read"),
-        ("missing", "cannot be read"),
-    ):
+    for name, reason in (("bad", r"\(4, 4\)"), ("text", "is not an archive of arrays"), ("missing", "cannot be read")):
         with pytest.raises(ElfattError, match=reason):
             load_moments(tmp_path / f"{name}.npz")
 
 
-def test_one_picture_has_no_covariance() -> None:
-    with pytest.raises(ElfattError, match="at least 2"):
-        _ = FeatureStatistics.of(normal(1, 3, 0)).covariance
-
-
-def header(text: str) -> bytes:
-    """An array's file with a header that says what it likes."""
-    content = text.encode()
-    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(content)) + content + b"\0" * 64
-
-
-def shaped(shape: str, kind: str = "'<f4'") -> str:
-    return f"{{'descr': {kind}, 'fortran_order': False, 'shape': {shape}}}"
-
-
-HEADERS = {
-    "never closed": "(" * 5000,
-    "nested": "-" * 9000 + "1",
-    "overflow": shaped("(4294967296, 4294967296, 4294967296)"),
-    "beyond an index": shaped(f"({2**70},)"),
-    "negative": shaped("(-1, 4)"),
-    "code": shaped("(__import__('os'),)"),
-    "kind": shaped("(4,)", "5"),
-    "text": shaped("'x'"),
-    "keys": "{}",
-    "no table": "7",
-    "nul": "\0" * 40,
-}
-
-
-@pytest.mark.parametrize("name", HEADERS)
-def test_a_header_that_lies_is_a_damaged_file(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "header",
+    ["(" * 5000, "{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296, 4294967296)}", "7"],
+)
+def test_a_header_that_lies_is_a_damaged_file(tmp_path: Path, header: str) -> None:
     """Of moments it is told; chunks and features are made again."""
     array, archive = tmp_path / "a.npy", tmp_path / "a.npz"
-    array.write_bytes(header(HEADERS[name]))
+    array.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + b"\0" * 64)
     with zipfile.ZipFile(archive, "w") as file:
         for member in ("mu", "sigma", "count", "features", "unreadable"):
             file.writestr(f"{member}.npy", array.read_bytes())
@@ -133,56 +85,17 @@ def test_a_header_that_lies_is_a_damaged_file(tmp_path: Path, name: str) -> None
         load_moments(archive)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
-def test_a_pipe_is_no_array(tmp_path: Path) -> None:
-    """It would be waited for."""
-    os.mkfifo(tmp_path / "pipe")
-    assert read_array(tmp_path / "pipe", 4) is None
-    assert _read_chunk(tmp_path / "pipe") is None
-    with pytest.raises(ElfattError, match="cannot be read"):
-        load_moments(tmp_path / "pipe")
-
-
-def test_features_in_another_order_are_made_again(tmp_path: Path) -> None:
-    """Their sums would round otherwise, and a run that goes on give other figures."""
+def test_features_that_no_distance_can_take_are_made_again(tmp_path: Path) -> None:
+    """In another order, their sums would round otherwise, and a run that goes on give other figures."""
     rows = normal(3, 4, 0).float().numpy()
     np.save(tmp_path / "rows.npy", rows)
     np.save(tmp_path / "columns.npy", np.asfortranarray(rows))
     assert read_array(tmp_path / "rows.npy", 4) is not None
     assert read_array(tmp_path / "columns.npy", 4) is None
-
-
-@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 1e30])
-def test_features_beyond_any_distance_are_not_taken(odd: float) -> None:
-    features = np.ones((5, 3), np.float32)
-    assert is_finite(features)
-    features[4, 1] = odd
-    assert not is_finite(features)
-
-
-@pytest.mark.parametrize("names", ["[" * 100000, "{}", "[1]", "null", "x"])
-def test_a_chunk_with_other_names_is_made_again(tmp_path: Path, names: str) -> None:
-    content = io.BytesIO()
-    np.savez(content, features=np.zeros((2, 3), np.float32), unreadable=np.array(names))
-    (tmp_path / "a.npz").write_bytes(content.getvalue())
-    assert _read_chunk(tmp_path / "a.npz") is None
-
-
-@pytest.mark.parametrize(
-    ("mean", "says"),
-    [
-        (np.full(2, 1j), "mu holds complex128"),
-        (np.array(["1", "2"]), "mu holds <U1"),
-        (np.zeros(2, "datetime64[D]"), "mu holds datetime64"),
-        (np.zeros(2, [("a", "f8")]), "mu holds"),
-        (np.zeros(2, bool), "mu holds bool"),
-        (np.full(2, 1e200), "numbers too large"),
-    ],
-)
-def test_what_is_no_real_number_is_refused(tmp_path: Path, mean: Any, says: str) -> None:
-    np.savez(tmp_path / "a.npz", mu=mean, sigma=np.eye(2))
-    with pytest.raises(ElfattError, match=says):
-        load_moments(tmp_path / "a.npz")
+    assert is_finite(rows)
+    for odd in (np.nan, np.inf, -np.inf, 1e30):
+        rows[2, 1] = odd
+        assert not is_finite(rows)
 
 
 def test_standard_error_of_a_mean_over_classes() -> None:
@@ -227,21 +140,6 @@ def test_classes_of_different_sizes_count_as_fewer() -> None:
     assert even_classes([5] * 9) == 1
 
 
-def test_a_large_class_makes_no_false_verdicts() -> None:
-    """Of images that resemble each other; counted by their number alone, such classes misjudge a quarter of runs."""
-    classes = torch.tensor([0] * 33 + list(range(1, 32)))
-    generator = torch.Generator().manual_seed(0)
-    said, naive = [], []
-    for _ in range(200):
-        shared = torch.randn(32, generator=generator, dtype=torch.float64)[classes]
-        noise = torch.randn(64, generator=generator, dtype=torch.float64)
-        estimate = Estimate.mean((shared + noise) / 2**0.5, classes)
-        said.append(verdict(estimate.interval(), even_classes(classes)))
-        naive.append(verdict(estimate.interval(), estimate.classes))
-    assert set(said) == {TOO_FEW}
-    assert sum(each != NO_DIFFERENCE for each in naive) > 30
-
-
 def test_quantiles_of_student_against_tables() -> None:
     table = {1: 12.7062, 2: 4.3027, 3: 3.1824, 5: 2.5706, 10: 2.2281, 30: 2.0423, 999: 1.9623}
     for freedom, expected in table.items():
@@ -278,20 +176,9 @@ def test_interval_of_a_share() -> None:
     almost = torch.tensor([0.75] * 39 + [1.0])
     expected = wilson_interval(almost.mean().item() * 160, 160, 2.0227)
     assert share_interval(almost, range(40), 4) == pytest.approx(expected, abs=1e-4)
-
-
-def test_interval_of_a_share_knows_how_few_classes_there_are() -> None:
-    """Hundreds of pictures of six classes, all right: that the next class is, too, six trials say."""
-    classes = torch.arange(600) // 100
-    for shares, place in ((torch.ones(600), 0), (torch.zeros(600), 1)):
-        interval = share_interval(shares, classes)
-        assert interval is not None
-        assert abs(interval[place] - shares[0]) == pytest.approx(2.5706**2 / (6 + 2.5706**2), abs=1e-3)
-    means = torch.tensor([0.6, 0.7, 0.9], dtype=torch.float64)
-    mean, error = means.mean().item(), means.std().item() / 3**0.5
-    trials = mean * (1 - mean) / error**2
-    found = share_interval(means.repeat_interleave(100), torch.arange(300) // 100)
-    assert found == pytest.approx(wilson_interval(mean * trials, trials, 4.3027), abs=1e-4)
+    # hundreds of pictures of six classes, all right: that the next class is, too, six trials say
+    low, _ = share_interval(torch.ones(600), torch.arange(600) // 100) or (0, 0)
+    assert 1 - low == pytest.approx(2.5706**2 / (6 + 2.5706**2), abs=1e-3)
     assert share_interval(torch.tensor([1.0, 0.0] * 50), [0] * 100) is None
 
 
@@ -370,6 +257,8 @@ def test_pieces_of_the_kernel_change_nothing(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(pieces.moves, whole.moves, rtol=1e-10, atol=1e-14)
 
 
-def test_one_image_has_no_kernel_distance() -> None:
+def test_one_image_has_no_figure() -> None:
     with pytest.raises(ElfattError, match="at least 2"):
         kernel_distance(normal(1, 5, 28), normal(20, 5, 29), [0])
+    with pytest.raises(ElfattError, match="at least 2"):
+        _ = FeatureStatistics.of(normal(1, 3, 0)).covariance

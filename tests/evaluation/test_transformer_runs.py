@@ -18,9 +18,9 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from own_metrics import write_classifier, write_clip
 from PIL import Image
 from support import tiny_transformers
-from weights import write_classifier, write_clip
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import measure

@@ -9,6 +9,7 @@ import math
 import random
 import re
 import sys
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from elfatt_sd.evaluation import generate, protocols, score
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
-from elfatt_sd.evaluation.reference import Reference, Renders, Wanted, build_reference
+from elfatt_sd.evaluation.reference import Reference, Renders, build_reference
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.summary import findings
 from elfatt_sd.evaluation.run import RUN_FILE, Row, Run, clear_disk_errors
@@ -509,10 +510,15 @@ KINDS = (flat, classes, linked_classes, parquet, tables)
 
 
 def build(
-    source: Path | str, cache: Path, extractor: Extractor | None = None, progress: Progress | None = None, **wanted: Any
+    source: Path | str,
+    cache: Path,
+    extractor: Extractor | None = None,
+    progress: Progress | None = None,
+    classes: Sequence[int] = (),
+    **wanted: Any,
 ) -> Reference:
-    asked = Wanted(str(source), **{"expected": PHOTOS, **wanted})
-    return build_reference(asked, extractor or regions(), cache_dir=cache, progress=progress)
+    chosen = protocols.Reference(str(source), **{"count": PHOTOS, **wanted})
+    return build_reference(chosen, extractor or regions(), classes, cache_dir=cache, progress=progress)
 
 
 def expected_statistics(contents: dict[str, bytes] = FILES) -> FeatureStatistics:

@@ -1,14 +1,19 @@
-"""Which metrics a protocol asks for."""
+"""Which metrics a protocol asks for, and metrics of one's own: `package.module:function`."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from elfatt_sd.files import refused, sha256_of_data
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.files import refused, sha256_of_code, sha256_of_data
 
 Better = Literal["", "higher", "lower"]
 
@@ -62,7 +67,8 @@ KINDS = {
     "cmmd": "",
 }
 _LEAST_SIDE = {"lpips": 32}  # pixels of an image, of which the network's deepest layer has one left
-_REWARDS = "image-reward", "imagereward"
+# Figures that a report has already: distances, and what compares with the untouched image.
+_TAKEN = re.compile(r"(FID|KID|FD|KD|PSNR|SSIM|cosine|accuracy)\b.*|cell|label|method|role|images|classes|failed", re.I)
 
 
 @dataclass(frozen=True)
@@ -77,9 +83,6 @@ class MetricChoice:
 
     def __post_init__(self) -> None:
         own = ":" in self.metric
-        if self.metric.lower() in _REWARDS:
-            accepted = "a package.module:function that calls it, since its weights are of no transformers model"
-            raise refused(f"metric={self.metric!r}", accepted)
         if not own and self.metric not in KINDS:
             raise refused(f"metric={self.metric!r}", f"{', '.join(KINDS)}, or package.module:function")
         wanted = "" if own else KINDS[self.metric]
@@ -96,3 +99,50 @@ def check_side(metric: str, height: int, width: int) -> None:
     least = _LEAST_SIDE.get(metric, 1)
     if min(height, width) < least:
         raise refused(f"metric={metric!r} of images of {height}x{width} pixels", f"{least} pixels or more on each side")
+
+
+def load_own(choice: MetricChoice) -> ImageMetric:
+    """Import a function that gives a number for every image.
+
+    It is called as `function(images, prompts)` or, where it has a third parameter, `function(images, prompts,
+    untouched)`, which then has no value for the untouched pipeline itself. Parameters with a default are left at it,
+    but for one named `untouched`. `images` are uint8 `[n, 3, h, w]`, of clips
+    `[n, f, 3, h, w]`; `prompts` n texts; `untouched` the baseline's images of the same latents. It returns n numbers.
+    """
+    module, _, attribute = choice.metric.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+        parameters = inspect.signature(function).parameters.values()
+        source = inspect.getmodule(function)
+    except (Exception, SystemExit) as error:
+        raise ElfattError(f"metric={choice.metric!r} cannot be imported ({type(error).__name__}: {error}).") from error
+    wanted = [each for each in parameters if each.default is each.empty or each.name == "untouched"]
+    by_place = all(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in wanted)
+    if not by_place or len(wanted) not in (2, 3):
+        accepted = "function(images, prompts) or function(images, prompts, untouched)"
+        raise refused(f"metric={choice.metric!r} with ({', '.join(map(str, wanted))})", accepted)
+    name = choice.name or str(getattr(function, "__name__", choice.metric))
+    if _TAKEN.fullmatch(name):
+        raise ElfattError(f"name={name!r} of metric {choice.metric!r} is that of another figure; give another name.")
+    try:
+        code = sha256_of_code([inspect.getsource(source)]) if source else ""
+    except (OSError, TypeError, SyntaxError):  # of a function that is not written in Python
+        code = ""
+
+    def measure(batch: Batch) -> Tensor:
+        given = [batch.images] if batch.untouched is None or len(wanted) == 2 else [batch.images, batch.untouched]
+        images, *untouched = (each[:, 0] if each.shape[1] == 1 else each for each in given)
+        try:
+            values = torch.as_tensor(function(images, list(batch.prompts), *untouched), device="cpu")
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise ElfattError(f"metric={choice.metric!r} failed ({reason}); mend the function.") from error
+        if values.shape != (len(batch.prompts),) or values.is_complex():
+            what = f"{'complex numbers' if values.is_complex() else 'numbers'} of the shape {tuple(values.shape)}"
+            raise refused(
+                f"metric={choice.metric!r} with {what}", f"a real one for each of {len(batch.prompts)} images"
+            )
+        return values.detach().cpu()
+
+    described = {"function": choice.metric, "code_sha256": code}
+    return ImageMetric(name, measure, described, better=choice.better, compares=len(wanted) == 3)

@@ -6,6 +6,7 @@ classifier a metric, come with torchmetrics.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.features import exact_float32
-from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric, check_side
+from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric
 from elfatt_sd.files import sha256_of_file
 
 # The name of each network, a weight that only it has, and how the hash of torchvision's file begins.
@@ -41,13 +42,8 @@ def load_lpips(path: Path, device: str) -> ImageMetric:
     network = _LPIPS(pretrained=True, net=net, pnet_rand=True)  # type: ignore[arg-type]
     _fill(network.net, weights, path)
     network = network.to(device)
-
-    def compare(images: Tensor, others: Tensor) -> Tensor:
-        check_side("lpips", *images.shape[-2:])
-        values: Tensor = network(images, others, normalize=True)
-        return values
-
     title, _, known = _NETWORKS[net]
+    compare = functools.partial(network, normalize=True)
     return _metric(f"LPIPS ({title})", known, path, compare, device)
 
 
@@ -90,14 +86,12 @@ def _dists_network(dists: Any) -> Any:
 
 def _read(path: Path) -> Mapping[str, Tensor]:
     """Read a file of tensors by name; no code in it is run."""
-    if not path.is_file():
-        raise ElfattError(f"weights {path} do not exist; give the file.")
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(found, Mapping):
+            raise TypeError(type(found).__name__)
     except Exception as error:
-        raise ElfattError(f"weights {path} are not a file of tensors ({type(error).__name__}).") from error
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ElfattError(f"weights {path} hold no tensors by name; give torchvision's file.")
+        raise ElfattError(f"weights {path} are no file of tensors by name ({type(error).__name__}).") from error
     return found
 
 
@@ -111,15 +105,8 @@ def _fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None
         if found is None or found.shape != parameter.shape:
             shape = "no" if found is None else f"a {tuple(found.shape)}"
             raise ElfattError(f"weights {path} have {shape} 'features.{place}'; wanted is {tuple(parameter.shape)}.")
-        if not _is_plain(found):
-            raise ElfattError(f"weights {path} have a 'features.{place}' that is not of finite floating-point numbers.")
         with torch.no_grad():
             parameter.copy_(found)
-
-
-def _is_plain(weight: Tensor) -> bool:
-    dense = weight.layout == torch.strided and not weight.is_quantized and not weight.is_meta
-    return dense and weight.is_floating_point() and bool(weight.isfinite().all())
 
 
 def _metric(name: str, known: str, path: Path, compare: Any, device: str) -> ImageMetric:
@@ -131,11 +118,10 @@ def _metric(name: str, known: str, path: Path, compare: Any, device: str) -> Ima
     def measure(batch: Batch) -> Tensor:
         if batch.untouched is None:
             raise ValueError(f"{title} compares with the untouched images")
-        pairs = zip(
-            *(torch.split(frames, 8) for frames in (batch.frames(), batch.untouched.flatten(0, 1))), strict=True
-        )
+        both = (torch.split(frames, 8) for frames in (batch.frames(), batch.untouched.flatten(0, 1)))
         with exact_float32(torch.device(device)):
-            parts = [compare(*(part.to(device).float() / 255 for part in pair)).reshape(-1) for pair in pairs]
+            pairs = [[part.to(device).float() / 255 for part in pair] for pair in zip(*both, strict=True)]
+            parts = [compare(*pair).reshape(-1) for pair in pairs]
         return batch.by_image(torch.cat(parts))
 
     return ImageMetric(title, measure, {"sha256": digest}, compares=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +16,19 @@ from elfatt_sd.devices import plain_defaults
 from elfatt_sd.drawing.running import tell_cut
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import features as vision
+from elfatt_sd.evaluation.extraction import Images, quiet_pillow
 from elfatt_sd.evaluation.features import Extractor, exact_float32
-from elfatt_sd.evaluation.metrics.base import Batch, Better, ImageMetric, MetricChoice
-from elfatt_sd.evaluation.metrics.neighbours import neighbour_figures
-from elfatt_sd.evaluation.sources import quiet_pillow
+from elfatt_sd.evaluation.metrics.base import Batch, Better, ImageMetric, MetricChoice, load_own
 from elfatt_sd.evaluation.statistics import (
     Estimate,
+    Features,
+    Groups,
     even_classes,
     figure_as_dict,
     gaussian,
     is_finite,
     kernel_distance,
+    left_out,
     read_array,
     take,
     verdict,
@@ -35,81 +37,12 @@ from elfatt_sd.files import atomic_file, sha256_of_data
 from elfatt_sd.progress import Progress
 
 if TYPE_CHECKING:
-    from elfatt_sd.evaluation.extraction import Images
     from elfatt_sd.evaluation.score import Scale
 
 _TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
-
-
-def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
-    """Load one of the three."""
-    from transformers import AutoTokenizer, CLIPModel
-
-    who = f"metric {kind!r}: {folder}"
-    config = vision.read_config(folder, who, ("clip",), "the directory of a CLIP model")
-    model = vision.read_model(folder, who, CLIPModel, config).eval().requires_grad_(False)
-    with vision.loading(who):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    seen = config.vision_config
-    recipe = vision.read_recipe("clip", folder, seen.image_size)
-    named = seen.hidden_size in vision.SIZES
-    shape = vision.model_title(seen, seen.image_size) if named else recipe["sha256"][:8]
-    title = f"CLIPScore ({shape})" if kind == "clip-score" else _TITLES[kind]
-    cosine = _Cosine(title, model.to(device), tokenizer, recipe, device)
-    described = {"model": shape, **recipe}
-    return ImageMetric(title, _scaled(kind, cosine, model), described, better="higher", reads=cosine.reads)
-
-
-def _scaled(kind: str, cosine: Callable[[Batch], Tensor], model: Any) -> Callable[[Batch], Tensor]:
-    scale = float(model.logit_scale.detach().exp()) if kind == "pickscore" else 100.0
-    least = 0.0 if kind == "clip-score" else -scale
-
-    def measure(batch: Batch) -> Tensor:
-        return batch.by_image((scale * cosine(batch)).clamp(min=least))
-
-    return measure
-
-
-class _Cosine:
-    """The cosine of each frame with its prompt."""
-
-    def __init__(self, title: str, model: Any, tokenizer: Any, recipe: dict[str, Any], device: str) -> None:
-        self.title, self.model, self.tokenizer, self.recipe = title, model, tokenizer, recipe
-        self.device = torch.device(device)
-        self.limit = model.config.text_config.max_position_embeddings
-        self._read: set[str] = set()
-
-    def reads(self, prompts: Sequence[str]) -> None:
-        """Warn of prompts that are cut off, unless that was said of them before."""
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._read]
-        self._read.update(new)
-        if new:
-            room = self.limit - self.tokenizer.num_special_tokens_to_add()
-            tell_cut(f"prompts of {self.title}", new, room, self.tokenizer)
-
-    @torch.no_grad()
-    def __call__(self, batch: Batch) -> Tensor:
-        self.reads(batch.prompts)
-        with exact_float32(self.device):
-            texts = functional.normalize(self._texts(list(batch.prompts)), dim=1)
-            frames = torch.cat([self._frames(part) for part in torch.split(batch.frames(), 8)])
-        each = len(frames) // len(texts)
-        return (functional.normalize(frames, dim=1) * texts.repeat_interleave(each, 0)).sum(1)
-
-    def _texts(self, prompts: list[str]) -> Tensor:
-        options = {"padding": True, "truncation": True, "max_length": self.limit, "return_tensors": "pt"}
-        tokens = self.tokenizer(prompts, **options)
-        given = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
-        found: Tensor = self.model.text_projection(self.model.text_model(**given).pooler_output)
-        return found
-
-    def _frames(self, frames: Tensor) -> Tensor:
-        pixels = vision.to_input(frames.to(self.device), "clip", self.recipe)
-        found: Tensor = self.model.visual_projection(self.model.vision_model(pixel_values=pixels).pooler_output)
-        return found
-
-
 OF_FEATURES = ("prdc", "cmmd")
+NEIGHBOURS = 5  # as Naeem et al. have it
+ROWS = 512  # of a piece of the matrix of distances
 _LARGEST = 1e100  # of a metric; squares of larger numbers overflow
 _CMMD_SCALE = 1000  # as Jayasumana et al. 2024 have it
 
@@ -126,17 +59,52 @@ def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetr
 
 
 def _load(choice: MetricChoice, device: str) -> ImageMetric:
-    weights = Path(choice.weights)
     if ":" in choice.metric:
-        from elfatt_sd.evaluation.metrics.own import load_own
-
         return load_own(choice)
     if choice.metric in ("lpips", "dists"):
         from elfatt_sd.evaluation.metrics.closeness import load_dists, load_lpips
 
-        return (load_lpips if choice.metric == "lpips" else load_dists)(weights, device)
+        return (load_lpips if choice.metric == "lpips" else load_dists)(Path(choice.weights), device)
+    return load_alignment(choice.metric, Path(choice.weights), device)
 
-    return load_alignment(choice.metric, weights, device)
+
+def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
+    """Load CLIPScore, PickScore or HPS v2: the cosine of each frame with its prompt, scaled."""
+    from transformers import AutoTokenizer, CLIPModel
+
+    who = f"metric {kind!r}: {folder}"
+    config = vision.read_config(folder, who, ("clip",), "the directory of a CLIP model")
+    model = vision.read_model(folder, who, CLIPModel, config).eval().requires_grad_(False).to(device)
+    with vision.loading(who):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    seen = config.vision_config
+    recipe = vision.read_recipe("clip", folder, seen.image_size)
+    named = seen.hidden_size in vision.SIZES
+    shape = vision.model_title(seen, seen.image_size) if named else recipe["sha256"][:8]
+    title = f"CLIPScore ({shape})" if kind == "clip-score" else _TITLES[kind]
+    scale = float(model.logit_scale.detach().exp()) if kind == "pickscore" else 100.0
+    longest = model.config.text_config.max_position_embeddings
+    known: set[str] = set()  # prompts that were looked at: all rows have the same
+
+    def reads(prompts: Sequence[str]) -> None:
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
+        known.update(new)
+        tell_cut(f"prompts of {title}", new, longest - tokenizer.num_special_tokens_to_add(), tokenizer)
+
+    @torch.no_grad()
+    def measure(batch: Batch) -> Tensor:
+        options = {"padding": True, "truncation": True, "max_length": longest, "return_tensors": "pt"}
+        tokens = tokenizer(list(batch.prompts), **options)
+        given = {key: tokens[key].to(device) for key in ("input_ids", "attention_mask")}
+        with exact_float32(torch.device(device)):
+            texts = functional.normalize(model.text_projection(model.text_model(**given).pooler_output), dim=1)
+            pixels = (vision.to_input(part.to(device), "clip", recipe) for part in torch.split(batch.frames(), 8))
+            found = [model.visual_projection(model.vision_model(pixel_values=each).pooler_output) for each in pixels]
+        frames = functional.normalize(torch.cat(found), dim=1)
+        cosine = (frames * texts.repeat_interleave(len(frames) // len(texts), 0)).sum(1)
+        return batch.by_image((scale * cosine).clamp(min=0.0 if kind == "clip-score" else -scale))
+
+    return ImageMetric(title, measure, {"model": shape, **recipe}, better="higher", reads=reads)
 
 
 def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[Extractor]) -> None:
@@ -210,7 +178,10 @@ class Scorer:
             found = neighbour_figures(features, sample, images.frame_classes)
             figures |= {f"{name} ({where})": (estimate, "higher") for name, estimate in found.items()}
         if "cmmd" in self.wanted and scale.extractor.name == "clip":
-            figures[_cmmd_name(scale.extractor)] = _cmmd(features, sample, images.frame_classes), "lower"
+            recipe = scale.extractor.preprocessing
+            published = (recipe.get("crop"), scale.extractor.dimension) == (336, 768)
+            name = "CMMD" if published else f"CMMD ({str(recipe.get('sha256'))[:8]})"
+            figures[name] = _cmmd(features, sample, images.frame_classes), "lower"
         return figures
 
     def _values(self, metric: ImageMetric, images: Images, baseline: Images | None) -> Tensor:
@@ -247,12 +218,84 @@ def _summary(estimate: Estimate, better: Better, values: Tensor | None) -> dict[
     return found if values is None else {**found, "compares": True}
 
 
-def _cmmd_name(extractor: Extractor) -> str:
-    shape = (extractor.preprocessing.get("crop"), extractor.dimension)
-    return "CMMD" if shape == (336, 768) else f"CMMD ({str(extractor.preprocessing.get('sha256'))[:8]})"
-
-
 def _cmmd(features: Any, reference: Any, groups: Sequence[int]) -> Estimate:
     """1000 times the squared maximum mean discrepancy of unit features under a Gaussian kernel of width 10."""
     found, known = (functional.normalize(take(each, slice(None)), dim=1) for each in (features, reference))
     return kernel_distance(found, known, groups, kernel=gaussian).times(_CMMD_SCALE)
+
+
+def neighbour_figures(features: Features, reference: Features, groups: Groups) -> dict[str, Estimate]:
+    """Return precision, recall, density and coverage, and how far each class of images moves them.
+
+    Kynkaanniemi et al. 2019; Naeem et al. 2020. With r(x) the distance of x to its k-th neighbour within its own set,
+    over images x and reference images y, which are taken as given:
+
+        precision = mean over x of [some y has |x - y| <= r(y)]
+        density   = mean over x of the number of y with |x - y| <= r(y), divided by k
+        recall    = mean over y of [some x has |x - y| <= r(x)]
+        coverage  = mean over y of [some x has |x - y| <= r(y)]
+
+    Precision and density are means over images. Recall and coverage are not: their moves are what they lose or gain
+    without each class, its images neither there nor neighbours of others.
+    """
+    check_enough(min(len(features), len(reference)))
+    images, known = take(features, slice(None)).float(), take(reference, slice(None)).float()
+    classes, place = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True)
+    radii = _nearest(known, NEIGHBOURS + 1)[0][:, -1]
+    # of one class, no more are left out; the first neighbour is the image itself
+    own, indices = _nearest(images, min(NEIGHBOURS + 1 + int(torch.bincount(place).max()), len(images)))
+    own_radii, own_classes = own[:, NEIGHBOURS], place[indices[:, 1:]]
+    counts = torch.zeros(len(images), dtype=torch.float64, device="cpu")
+    covered, recalled = (_Reached(len(classes), len(known)) for _ in range(2))
+    for rows in torch.split(torch.arange(len(images), device="cpu"), ROWS):
+        far = torch.cdist(images[rows], known)
+        inside = far <= radii
+        counts[rows] = inside.sum(1).double()
+        covered.add(inside, place[rows])
+        recalled.add(far <= own_radii[rows, None], place[rows])
+        for row, distances in zip(rows.tolist(), far, strict=True):
+            # without a class that some of its neighbours are of, an image's own radius is wider
+            for without in set(own_classes[row, :NEIGHBOURS].tolist()) - {int(place[row])}:
+                left = own[row, 1:][own_classes[row] != without]
+                if len(left) >= NEIGHBOURS:
+                    recalled.gained[without] |= distances <= left[NEIGHBOURS - 1].item()
+    return {
+        "Precision": Estimate.mean((counts > 0).double(), groups),
+        "Recall": recalled.figure(),
+        "Density": Estimate.mean(counts / NEIGHBOURS, groups),
+        "Coverage": covered.figure(),
+    }
+
+
+def check_enough(count: int) -> None:
+    """Refuse a set that has not more images than neighbours."""
+    if count <= NEIGHBOURS:
+        raise ElfattError(f"metric 'prdc' needs more than {NEIGHBOURS} images and reference images; there are {count}.")
+
+
+def _nearest(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Distances and indices `[n, count]` of the nearest of all points to each, itself the first."""
+    found = [torch.cdist(part, points).topk(count, largest=False) for part in torch.split(points, ROWS)]
+    return torch.cat([each.values for each in found]), torch.cat([each.indices for each in found])
+
+
+class _Reached:
+    """Which reference images some image reaches, and which are reached without each class."""
+
+    def __init__(self, classes: int, count: int) -> None:
+        self.by = torch.zeros(classes, count, dtype=torch.bool, device="cpu")
+        self.gained = torch.zeros(classes, count, dtype=torch.bool, device="cpu")
+
+    def add(self, inside: Tensor, place: Tensor) -> None:
+        """Note what some images reach: `[rows, m]`, with the class of each."""
+        for row, number in zip(inside, place.tolist(), strict=True):
+            self.by[number] |= row
+
+    def figure(self) -> Estimate:
+        """The fraction that is reached, and by how much each class moves it."""
+        times = self.by.sum(0)
+        value = (times > 0).double().mean().item()
+        without = torch.stack(
+            [((times > own.int()) | more).double().mean() for own, more in zip(self.by, self.gained, strict=True)]
+        )
+        return Estimate(value, left_out(without)[None])

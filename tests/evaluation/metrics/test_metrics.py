@@ -1,24 +1,31 @@
-"""Metrics of single images against torchmetrics and transformers, and what is refused."""
+"""Metrics against torchmetrics, transformers and their definitions; a function of one's own; and what is refused."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from own_metrics import write_classifier, write_clip
 from PIL import Image
+from support.runs import normal
 from torch import Tensor
-from weights import write_classifier, write_clip
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.extraction import Images
 from elfatt_sd.evaluation.metrics import closeness
 from elfatt_sd.evaluation.metrics.base import Batch, ImageMetric, MetricChoice
-from elfatt_sd.evaluation.metrics.scores import Scorer, _cmmd, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.metrics.scores import (
+    NEIGHBOURS,
+    Scorer,
+    _cmmd,
+    check_feature_metrics,
+    load_metrics,
+    neighbour_figures,
+)
 from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.statistics import Estimate
 from elfatt_sd.files import sha256_of_file
 
 PROMPTS = ["a cat", "a dog in the snow", "an owl"]
@@ -39,9 +46,9 @@ def alexnet(folder: Path) -> Path:
     return write_classifier(folder / "alexnet.pth", "alexnet")
 
 
-def images(seed: int, frames: int = 1, side: int = 64) -> Tensor:
+def images(seed: int, frames: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (len(PROMPTS), frames, 3, side, side), generator=generator, dtype=torch.uint8)
+    return torch.randint(0, 256, (len(PROMPTS), frames, 3, 64, 64), generator=generator, dtype=torch.uint8)
 
 
 def load(**choice: Any) -> ImageMetric:
@@ -49,15 +56,14 @@ def load(**choice: Any) -> ImageMetric:
     return metric
 
 
-@pytest.mark.parametrize("name", ["alexnet", "squeezenet1_1"])
-def test_lpips_is_torchmetrics(folder: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "net", "depth"), [("alexnet", "alex", 1), ("squeezenet1_1", "squeeze", 2)])
+def test_lpips_is_torchmetrics(folder: Path, name: str, net: Any, depth: int) -> None:
     from torchmetrics.functional.image import lpips
 
     path = write_classifier(folder / f"{name}.pth", name)
     metric = load(metric="lpips", weights=str(path))
-    network = lpips._LPIPS(pretrained=True, net={"alexnet": "alex"}.get(name, "squeeze"), pnet_rand=True)  # type: ignore[arg-type]
+    network = lpips._LPIPS(pretrained=True, net=net, pnet_rand=True)
     kept, places = torch.load(path), [key for key, _ in network.net.named_parameters()]
-    depth = 2 if name == "squeezenet1_1" else 1
     network.net.load_state_dict({key: kept[f"features.{key.split('.', depth)[-1]}"] for key in places})
     ours, theirs = images(0), images(1)
     expected = network(ours[:, 0] / 255, theirs[:, 0] / 255, normalize=True).flatten()
@@ -98,71 +104,51 @@ def test_alignment_is_that_of_transformers(clip: Path) -> None:
     pixels = CLIPImageProcessor.from_pretrained(clip)(list(ours[:, 0]), return_tensors="pt")["pixel_values"]
     tokens = CLIPTokenizer.from_pretrained(clip)(PROMPTS, padding=True, return_tensors="pt")
     with torch.no_grad():
-        output = model(pixel_values=pixels, **tokens)
-    logits = output.logits_per_image.diagonal()
+        logits = model(pixel_values=pixels, **tokens).logits_per_image.diagonal()
     cosine = logits / model.logit_scale.exp()
     scores = {"clip-score": (100 * cosine).clamp(min=0), "pickscore": logits, "hpsv2": 100 * cosine}
     for kind, expected in scores.items():
         metric = load(metric=kind, weights=str(clip))
-        found = metric.measure(Batch(ours, PROMPTS))
-        torch.testing.assert_close(found, expected.detach(), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(metric.measure(Batch(ours, PROMPTS)), expected.detach(), rtol=2e-3, atol=2e-3)
         assert metric.better == "higher" and not metric.compares
 
 
-@pytest.mark.parametrize("kind", ["clip-score", "pickscore", "hpsv2"])
-def test_prompts_that_are_cut_off_are_said_to_be_once(clip: Path, kind: str) -> None:
-    metric, limit = load(metric=kind, weights=str(clip)), 75
-    long = ["a " * limit + "c", "a " * limit + "d"]
-    with pytest.warns(UserWarning, match=f"2 of 4 prompts of .* are cut off: the text encoder takes {limit}") as told:
-        metric.reads([*long, *PROMPTS[:1], "a " * limit])
-        scores = metric.measure(Batch(images(0)[:2], long))
+def test_prompts_that_are_cut_off_are_said_to_be_once(clip: Path) -> None:
+    metric = load(metric="clip-score", weights=str(clip))
+    long = ["a " * 75 + "c", "a " * 75 + "d"]
+    with pytest.warns(UserWarning, match="2 of 4 prompts of .* are cut off: the text encoder takes 75") as told:
+        metric.reads([*long, *PROMPTS[:1], "a " * 75])
+        metric.reads(long)
     assert len(told) == 1
-    assert scores.isfinite().all()
+    assert metric.measure(Batch(images(0)[:2], long)).isfinite().all()
 
 
 def test_other_weights_show_in_the_name(alexnet: Path, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digest = sha256_of_file(alexnet)
     assert load(metric="lpips", weights=str(alexnet)).name == f"LPIPS (AlexNet, {digest[:8]})"
-    known = {"alex": ("AlexNet", "features.10.weight", digest[:8])}
-    monkeypatch.setattr(closeness, "_NETWORKS", known)
+    monkeypatch.setattr(closeness, "_NETWORKS", {"alex": ("AlexNet", "features.10.weight", digest[:8])})
     assert load(metric="lpips", weights=str(alexnet)).name == "LPIPS (AlexNet)"
     assert load(metric="clip-score", weights=str(clip)).name.startswith("CLIPScore (")
 
 
-def test_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = images(0), images(1)
-    bright = load(metric="own_metrics:brightness", better="higher")
-    torch.testing.assert_close(bright.measure(Batch(ours, PROMPTS)), ours.flatten(1).double().mean(1))
+    light = ours.flatten(1).double().mean(1)
+    bright, scaled = load(metric="own_metrics:brightness", better="higher"), load(metric="own_metrics:scaled")
+    torch.testing.assert_close(bright.measure(Batch(ours, PROMPTS)), light)
+    torch.testing.assert_close(scaled.measure(Batch(ours, PROMPTS)), 2 * light)
     moved = load(metric="own_metrics:moved", name="Moved")
-    assert (moved.name, moved.compares, bright.compares) == ("Moved", True, False)
-    assert moved.measure(Batch(ours, PROMPTS, ours)).tolist() == [0, 0, 0]
-    assert moved.measure(Batch(ours, PROMPTS, theirs)).min() > 0
+    assert (moved.name, moved.compares, bright.compares, scaled.compares) == ("Moved", True, False, False)
+    for metric in (moved, load(metric="own_metrics:maybe_moved")):
+        assert metric.measure(Batch(ours, PROMPTS, ours)).tolist() == [0, 0, 0]
+        assert metric.measure(Batch(ours, PROMPTS, theirs)).min() > 0
     assert bright.identity != load(metric="own_metrics:brightness", better="lower").identity
-
-
-def test_a_parameter_with_a_default_is_not_the_untouched_image() -> None:
-    ours = images(0)
-    scaled = load(metric="own_metrics:scaled")
-    assert not scaled.compares
-    torch.testing.assert_close(scaled.measure(Batch(ours, PROMPTS)), 2 * ours.flatten(1).double().mean(1))
-    compares = load(metric="own_metrics:maybe_moved")
-    assert compares.compares and compares.measure(Batch(ours, PROMPTS, ours)).tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("one_number", r"the shape \(\)"),
-        ("broken", "RuntimeError: no;|RuntimeError: no\\)"),
-        ("alone", r"takes \(images: "),
-        ("complex_numbers", "complex numbers; give real"),
-        ("needs_a_word", r"takes \(images: .*scale: "),
-    ],
-)
-def test_functions_that_fail(name: str, reason: str) -> None:
-    with pytest.raises(ElfattError, match=reason) as raised:
-        load(metric=f"own_metrics:{name}").measure(Batch(images(0), PROMPTS))
-    assert "\n" not in str(raised.value)
+    found = set()
+    for name, value in (("mine", 1.0), ("other", 2.0)):  # the function's code is part of the metric
+        (tmp_path / f"{name}.py").write_text(f"def f(images, prompts):\n    return [{value}] * len(prompts)\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        found.add(load(metric=f"{name}:f").description["code_sha256"])
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,61 +159,50 @@ def test_functions_that_fail(name: str, reason: str) -> None:
         ({"metric": "prdc", "weights": "x"}, "accepted: none"),
         ({"metric": "lpips", "weights": "x", "better": "lower"}, "better='lower'"),
         ({"metric": "image-reward", "weights": "x"}, "package.module:function"),
-        ({"metric": "lpips", "weights": "absent.pth"}, "do not exist"),
+        ({"metric": "lpips", "weights": "absent.pth"}, "no file of tensors"),
         ({"metric": "clip-score", "weights": "absent"}, "no config.json"),
         ({"metric": "own_metrics:absent"}, "cannot be imported"),
         ({"metric": "absent_module:f"}, "cannot be imported"),
-        ({"metric": "own_metrics:NUMBER"}, "is a int"),
-        ({"metric": ":f"}, "cannot be imported"),
+        ({"metric": "own_metrics:PROMPTS"}, "cannot be imported"),
         ({"metric": "own_metrics:ssim"}, "name='ssim' .* is that of another figure"),
         ({"metric": "own_metrics:brightness", "name": "FID (mine)"}, "is that of another figure"),
+        ({"metric": "own_metrics:one_number"}, r"the shape \(\)"),
+        ({"metric": "own_metrics:broken"}, r"RuntimeError: no\)"),
+        ({"metric": "own_metrics:complex_numbers"}, "complex numbers"),
+        ({"metric": "own_metrics:needs_a_word"}, r"with \(images: .*scale: "),
     ],
 )
 def test_what_is_refused(choice: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ElfattError, match=reason):
-        load(**choice)
+    with pytest.raises(ElfattError, match=reason) as raised:
+        load(**choice).measure(Batch(images(0), PROMPTS))
+    assert "\n" not in str(raised.value)
 
 
-def test_files_that_are_something_else(folder: Path, clip: Path, alexnet: Path) -> None:
-    (folder / "text.pth").write_text("no weights")
-    torch.save({"other": torch.zeros(1)}, folder / "other.pth")
-    torch.save([1], folder / "list.pth")
+def test_files_that_are_something_else(folder: Path, alexnet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.load(alexnet)
     cut = {key: value for key, value in weights.items() if key != "features.3.weight"}
-    torch.save(cut, folder / "cut.pth")
-    torch.save({**cut, "features.3.weight": torch.zeros(2)}, folder / "shape.pth")
-    reasons = {"text": "no(t| file) .*tensors", "other": "no network", "list": "no tensors", "cut": "no 'features.3.we"}
-    odd = {
-        "whole": weights["features.3.weight"].long(),
-        "endless": weights["features.3.weight"] * float("inf"),
-        "absent": weights["features.3.weight"].to("meta"),
+    contents = {
+        "other": ({"other": torch.zeros(1)}, "no network"),
+        "list": ([1], "no file of tensors"),
+        "cut": (cut, "no 'features.3.weight'"),
+        "shape": ({**cut, "features.3.weight": torch.zeros(2)}, r"a \(2,\) 'features.3"),
     }
-    for name, weight in odd.items():
-        torch.save({**weights, "features.3.weight": weight}, folder / f"{name}.pth")
-    reasons |= dict.fromkeys(odd, "'features.3.weight' that is not of finite floating-point numbers")
-    for name, reason in {**reasons, "shape": r"a \(2,\) 'features.3"}.items():
+    for name, (content, reason) in contents.items():
+        torch.save(content, folder / f"{name}.pth")
         with pytest.raises(ElfattError, match=reason):
             load(metric="lpips", weights=str(folder / f"{name}.pth"))
     with pytest.raises(ElfattError, match="not VGG16's"):
         load(metric="dists", weights=str(alexnet))
-    vision = folder / "vision"
-    vision.mkdir()
-    (vision / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(ElfattError, match="of type vit"):
-        load(metric="pickscore", weights=str(vision))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torchvision" else object())
+    load(metric="own_metrics:brightness")
+    with pytest.raises(ElfattError, match=r"pip install .*inception"):
+        load(metric="lpips", weights=str(alexnet))
 
 
-def test_images_that_are_too_small_are_refused_before_they_are_made(alexnet: Path) -> None:
+def test_what_a_protocol_may_not_choose(alexnet: Path) -> None:
     choice = MetricChoice("lpips", str(alexnet))
-    says = "metric='lpips' of images of 32x24 pixels is not accepted; accepted: 32 pixels or more on each side"
-    with pytest.raises(ElfattError, match=says):
+    with pytest.raises(ElfattError, match="metric='lpips' of images of 32x24 pixels is not accepted; accepted: 32"):
         Protocol("small", (Cell("sd", "SD", "sd", role="baseline"),), height=32, width=24, metrics=(choice,))
-    small = torch.zeros(1, 1, 3, 32, 24, dtype=torch.uint8)
-    with pytest.raises(ElfattError, match=says):
-        load_metrics([choice], "cpu")[0].measure(Batch(small, ["a cat"], small))
-
-
-def test_two_of_one_name_and_features_that_are_missing() -> None:
     with pytest.raises(ElfattError, match="'brightness' twice"):
         load_metrics([MetricChoice("own_metrics:brightness")] * 2, "cpu")
     for metric in ("prdc", "cmmd"):
@@ -235,20 +210,31 @@ def test_two_of_one_name_and_features_that_are_missing() -> None:
             check_feature_metrics([MetricChoice(metric)], [])
 
 
-def row(folder: Path, name: str, lighter: int) -> Images:
-    """40 images of one grey each, in as many classes."""
+def row(folder: Path, name: str, lighter: int, classes: Any = range(40)) -> Images:
+    """40 images of one grey each."""
     (folder / name).mkdir(parents=True)
     paths = [folder / name / f"{number}.png" for number in range(40)]
     for number, path in enumerate(paths):
         Image.new("RGB", (8, 8), (100 + 2 * number % 7 + lighter,) * 3).save(path)
-    return Images(name, paths, [sha256_of_file(path) for path in paths], range(40), ["a cat"] * 40)
+    return Images(name, paths, [sha256_of_file(path) for path in paths], classes, ["a cat"] * 40)
 
 
-@pytest.mark.parametrize(("better", "verdict"), [("higher", "better"), ("lower", "worse"), ("", None)])
-def test_a_paired_difference_has_a_verdict(tmp_path: Path, better: Any, verdict: str | None) -> None:
+UNEVEN = [0] * 9 + list(range(1, 32))
+
+
+@pytest.mark.parametrize(
+    ("better", "classes", "verdict"),
+    [
+        ("higher", range(40), "better"),
+        ("lower", range(40), "worse"),
+        ("", range(40), None),
+        ("higher", UNEVEN, "too few classes to tell"),
+    ],
+)
+def test_a_paired_difference_has_a_verdict(tmp_path: Path, better: Any, classes: Any, verdict: str | None) -> None:
     choices = [MetricChoice("own_metrics:brightness", better=better), MetricChoice("own_metrics:moved")]
     scorer: Any = Scorer(choices, load_metrics(choices, "cpu"), [], tmp_path)
-    light, dark = row(tmp_path, "light", 20), row(tmp_path, "dark", 0)
+    light, dark = row(tmp_path, "light", 20, classes), row(tmp_path, "dark", 0, classes)
     found = scorer.score(light, dark)
     assert found["brightness"]["difference"]["value"] == pytest.approx(20)
     assert found["brightness"]["difference"].get("verdict") == verdict
@@ -257,17 +243,8 @@ def test_a_paired_difference_has_a_verdict(tmp_path: Path, better: Any, verdict:
     assert "moved" not in scorer.score(dark, None)
 
 
-def test_a_row_of_few_even_classes_has_no_verdict(tmp_path: Path) -> None:
-    choices = [MetricChoice("own_metrics:brightness", better="higher")]
-    scorer: Any = Scorer(choices, load_metrics(choices, "cpu"), [], tmp_path)
-    classes = [0] * 9 + list(range(1, 32))
-    light, dark = (dataclasses.replace(row(tmp_path, name, by), classes=classes) for name, by in (("a", 20), ("b", 0)))
-    assert scorer.score(light, dark)["brightness"]["difference"]["verdict"] == "too few classes to tell"
-
-
-@pytest.mark.parametrize("name", ["endless", "astronomic"])
-def test_numbers_that_no_mean_holds_are_refused(tmp_path: Path, name: str) -> None:
-    choices = [MetricChoice(f"own_metrics:{name}")]
+def test_numbers_that_no_mean_holds_are_refused(tmp_path: Path) -> None:
+    choices = [MetricChoice("own_metrics:endless")]
     scorer: Any = Scorer(choices, load_metrics(choices, "cpu"), [], tmp_path)
     with pytest.raises(ElfattError, match="of image 0 of row 'a' is"):
         scorer.score(row(tmp_path, "a", 0), None)
@@ -275,8 +252,7 @@ def test_numbers_that_no_mean_holds_are_refused(tmp_path: Path, name: str) -> No
 
 def test_cmmd_is_its_formula() -> None:
     """1000 times the unbiased squared discrepancy of unit features under exp(-|x - y|^2 / 200)."""
-    generator = torch.Generator().manual_seed(0)
-    ours, theirs = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (9, 12))
+    ours, theirs = normal(9, 6, 0), normal(12, 6, 1)
 
     def mean(one: Tensor, other: Tensor) -> Tensor:
         kernel = torch.exp(-torch.cdist(one, other).square() / 200)
@@ -288,20 +264,52 @@ def test_cmmd_is_its_formula() -> None:
     assert _cmmd(ours, theirs, range(9)).value == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_torchvision_is_asked_for_only_where_it_is_used(alexnet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torchvision" else object())
-    load(metric="own_metrics:brightness")
-    with pytest.raises(ElfattError, match=r"pip install .*inception"):
-        load(metric="lpips", weights=str(alexnet))
+def by_definition(images: Tensor, known: Tensor) -> dict[str, float]:
+    """Precision, recall, density and coverage by loops over all pairs."""
+
+    def radius(point: int, points: Tensor) -> Tensor:
+        far = (points - points[point]).norm(dim=1)
+        return far[torch.arange(len(points)) != point].sort().values[NEIGHBOURS - 1]
+
+    of_known = torch.stack([radius(place, known) for place in range(len(known))])
+    of_images = torch.stack([radius(place, images) for place in range(len(images))])
+    far = torch.stack([(known - image).norm(dim=1) for image in images])
+    return {
+        "Precision": (far <= of_known).any(1).double().mean().item(),
+        "Recall": (far <= of_images[:, None]).any(0).double().mean().item(),
+        "Density": (far <= of_known).double().sum(1).mean().item() / NEIGHBOURS,
+        "Coverage": (far <= of_known).any(0).double().mean().item(),
+    }
 
 
-def test_a_function_needs_no_package_that_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text("def f(images, prompts):\n    return [1.0] * len(prompts)\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    first = load(metric="mine:f").identity
-    (tmp_path / "mine.py").write_text("def f(images, prompts):\n    return [2.0] * len(prompts)\n")
-    del sys.modules["mine"]
-    import linecache
+@pytest.mark.parametrize("each", [1, 2, 7])
+def test_neighbours_are_those_of_the_definitions_with_and_without_each_class(each: int) -> None:
+    images, known = normal(60, 3, 1) + 0.6, normal(50, 3, 1001)
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    groups = torch.arange(60) // each
+    found = neighbour_figures(images[order], known, groups[order])
+    expected = by_definition(images, known)
+    assert {name: figure.value for name, figure in found.items()} == pytest.approx(expected)
+    assert all(0 < value < 2 for value in expected.values())
+    rest = [by_definition(images[groups != left], known) for left in groups.unique()]
+    for name in ("Recall", "Coverage"):
+        without = torch.tensor([figures[name] for figures in rest], dtype=torch.float64)
+        moves = (without.mean() - without) * (len(rest) - 1) / len(rest)
+        torch.testing.assert_close(found[name].moves[0], moves, rtol=0, atol=1e-12)
+    with pytest.raises(ElfattError, match=f"more than {NEIGHBOURS}"):
+        neighbour_figures(images[:NEIGHBOURS], known, range(NEIGHBOURS))
 
-    linecache.clearcache()
-    assert load(metric="mine:f").identity != first, "the function's code is part of the metric"
+
+def test_intervals_of_paired_differences_of_neighbours_cover() -> None:
+    """Two methods of the same latents; the truth is the mean over many draws. Jackknives of such figures are wide."""
+    known, names = normal(300, 4, 10_000), ("Recall", "Density", "Coverage")
+    runs: dict[str, list[Estimate]] = {name: [] for name in names}
+    for seed in range(40):
+        images = normal(200, 4, seed)
+        first, second = (neighbour_figures(each, known, range(200)) for each in (images * 0.75 + 0.2, images * 0.6))
+        for name in names:
+            runs[name].append(first[name] - second[name])
+    for name, found in runs.items():
+        truth = sum(each.value for each in found) / len(found)
+        intervals = [each.interval() for each in found]
+        assert sum(ends is not None and ends[0] <= truth <= ends[1] for ends in intervals) >= 37, name
