@@ -1,8 +1,4 @@
-"""Time and memory of calls.
-
-Things that are compared run interleaved, and ratios are taken within a round: a machine whose clock drifts slows all of
-them alike.
-"""
+"""Time and memory of calls. Things are compared interleaved, round by round: a clock that drifts slows all alike."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from elfatt_sd.progress import progress_of
 from elfatt_sd.toy import EMBEDDED, PROMPT
 
 if TYPE_CHECKING:
+    from elfatt_sd.drawing.compare import Trial
     from elfatt_sd.drawing.studio import Drawn, Result
     from elfatt_sd.plans import Plan
 
@@ -126,8 +127,6 @@ def generate(
     if not each:
         check_quoted(words, "elfatt-sd generate")
     prompts = [*words, *(read_prompts(prompt_file) if prompt_file else ())]
-    if not prompts:
-        raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
     asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
@@ -196,24 +195,23 @@ def try_methods(
         return
     pipe = sources[request.model].load_for(request)
     trial = Trial(pipe, request, chosen, rounds)
-    interrupted = False
-    with progress(trial.images) as (on_step, on_image):
-        try:
+    try:
+        with progress(trial.images) as (on_step, on_image):
             for shot in trial.run(on_step):
                 on_image(shot)
-        except KeyboardInterrupt:
-            interrupted = True
-    if trial.rows:
-        path = trial.write(out)
-        table = Table(title=one_line(f"{all_prompts[0]}, seed {seed}"), title_justify="left")
-        for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
-            table.add_column(name, justify="left" if name == "method" else "right")
-        for row in trial.rows:
-            table.add_row(row.label, f"{row.seconds:.2f}", row.speed_text(), row.psnr_text())
-        output().print(table)
-        print(f"{trial.recommendation()}\n{path}")
-    if interrupted:
-        raise KeyboardInterrupt
+    finally:  # what is finished is shown and kept when it is stopped
+        if trial.rows:
+            _show_trial(trial, trial.write(out))
+
+
+def _show_trial(trial: Trial, path: Path) -> None:
+    table = Table(title=one_line(f"{trial.request.prompts[0]}, seed {trial.request.seed}"), title_justify="left")
+    for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in trial.rows:
+        table.add_row(row.label, f"{row.seconds:.2f}", row.speed_text(), row.psnr_text())
+    output().print(table)
+    print(f"{trial.recommendation()}\n{path}")
 
 
 def _draw_sheet(

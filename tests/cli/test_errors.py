@@ -24,7 +24,7 @@ from syrupy.assertion import SnapshotAssertion
 import elfatt_sd
 from elfatt_sd import config, peers, phases
 from elfatt_sd.attention import ordering
-from elfatt_sd.benchmarking import names as benchmarking
+from elfatt_sd.benchmarking import variants as benchmarking
 from elfatt_sd.cli import names
 from elfatt_sd.cli.options import check_sizes, check_steps
 from elfatt_sd.drawing import studio

@@ -69,21 +69,14 @@ def test_generate_draws_what_python_draws(model: Path, tmp_path: Path) -> None:
     assert pixels(path) != drawn()
 
 
-def test_pictures_count_seeds_up_and_do_not_depend_on_each_other(model: Path, tmp_path: Path) -> None:
-    draw(model, tmp_path / "both", "--num-images", 2, "--seed", 4)
-    draw(model, tmp_path / "second", "--seed", 5)
-    both = sorted((tmp_path / "both").glob("*.png"))
-    assert [json.loads(path.with_suffix(".json").read_text())["seed"] for path in both] == [4, 5]
-    assert pixels(both[1]) == pixels(tmp_path / "second" / "0001-a-red-star.png") != pixels(both[0])
-
-
-def test_existing_files_are_kept(model: Path, tmp_path: Path) -> None:
+def test_pictures_count_seeds_up_do_not_depend_on_each_other_and_replace_none(model: Path, tmp_path: Path) -> None:
     (tmp_path / "0007-mine.png").write_bytes(b"mine")
-    for _ in range(2):
-        draw(model, tmp_path, "--steps", 1)
-    kept = ["0007-mine.png", "0008-a-red-star.png", "0009-a-red-star.png"]
-    assert [name for name in files(tmp_path) if name.endswith("png")] == kept
-    assert (tmp_path / "0007-mine.png").read_bytes() == b"mine"
+    draw(model, tmp_path, "--num-images", 2, "--seed", 4)
+    draw(model, tmp_path, "--seed", 5)
+    mine, first, second, again = sorted(tmp_path.glob("*.png"))
+    assert again.name == "0010-a-red-star.png" and mine.read_bytes() == b"mine"
+    assert [json.loads(path.with_suffix(".json").read_text())["seed"] for path in (first, second)] == [4, 5]
+    assert pixels(second) == pixels(again) != pixels(first)
 
 
 def test_compare_shows_both_and_says_how_they_differ(model: Path, tmp_path: Path) -> None:
@@ -102,7 +95,11 @@ def test_compare_shows_both_and_says_how_they_differ(model: Path, tmp_path: Path
         assert untouched.tobytes() in columns
 
 
-def test_compare_leaves_the_pipeline_as_it_was_and_labels_both(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("last", "told"), [(2.2, False), (6.0, True)])
+def test_each_patched_image_stands_between_untouched_ones(
+    pipe: Any, tmp_path: Path, monkeypatch: Any, last: float, told: bool
+) -> None:
+    set_clock(monkeypatch, [9, 9, 2, 1, 2, 1, last])  # two warm-ups; an untouched image is of both its neighbours
     labels: list[tuple[str, str]] = []
     side_by_side = generation.side_by_side
 
@@ -111,25 +108,12 @@ def test_compare_leaves_the_pipeline_as_it_was_and_labels_both(model: Path, tmp_
         return side_by_side(pictures, captions, title)
 
     monkeypatch.setattr(generation, "side_by_side", keep)
-    set_clock(monkeypatch, [9, 9, 4, 2, 4])  # two warm-ups, then the patched image between untouched ones
-    pipe = elfatt_sd.load_pipeline(model, device="cpu")
     before = dict(pipe.unet.attn_processors)
-    request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, compare=True)
-    [result] = Studio(pipe, request, tmp_path).results()
-    assert pipe.unet.attn_processors == before
-    assert labels == [
-        ("untouched, 4.00 s", ""),
-        ("tome, 2.00 s", f"2.00 times as fast, PSNR {result.psnr_db:.1f} dB"),
-    ]
-
-
-@pytest.mark.parametrize(("last", "told"), [(2.2, False), (6.0, True)])
-def test_each_patched_image_stands_between_untouched_ones(
-    pipe: Any, tmp_path: Path, monkeypatch: Any, last: float, told: bool
-) -> None:
-    set_clock(monkeypatch, [9, 9, 2, 1, 2, 1, last])  # two warm-ups; an untouched image is of both its neighbours
     request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, num_images=2, compare=True)
     first, second = Studio(pipe, request, tmp_path).results()
+    assert pipe.unet.attn_processors == before
+    close = f"2.00 times as fast, PSNR {first.psnr_db:.1f} dB"
+    assert labels[:2] == [("untouched, 2.00 s", ""), ("tome, 1.00 s", close)]
     assert [result.untouched for result in (first, second)] == [pytest.approx((2, 2)), pytest.approx((2, last))]
     assert "patched 1.00 s: 2.00 times as fast" in first.summary() and "busy" not in first.summary()
     assert ("the machine was busy: equal runs took 2.00 to 6.00 s" in second.summary()) == told
@@ -239,15 +223,6 @@ def test_names_are_safe_and_short(tmp_path: Path) -> None:
     assert free_name(tmp_path, "../../etc: Ünï/\\*?").name == "0001-etc-ünï.png"
     assert free_name(tmp_path, "???").name == "0001-picture.png"
     assert len(free_name(tmp_path, "word " * 100).name) < 80
-
-
-def test_a_scheduler_that_does_not_fit_lists_those_that_do(model: Path) -> None:
-    from diffusers import DDIMScheduler, DDPMWuerstchenScheduler
-
-    with pytest.raises(elfatt_sd.ElfattError, match="scheduler='ddim' does not fit the model's DDPMWuer"):
-        generation.make_scheduler("ddim", DDPMWuerstchenScheduler())
-    made = generation.make_scheduler("dpm++", DDIMScheduler(prediction_type="v_prediction"))
-    assert (type(made).__name__, made.config.prediction_type) == ("DPMSolverMultistepScheduler", "v_prediction")
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
