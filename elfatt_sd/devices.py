@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import importlib.metadata
-import inspect
 import os
 import platform
 import re
@@ -25,23 +24,9 @@ from elfatt_sd.errors import ElfattError
 
 _DEVICE_ERROR = re.compile(r"(CUDA|HIP|XPU) error: ")
 _PACKAGES = (
-    "torch",
-    "diffusers",
-    "transformers",
-    "accelerate",
-    "tomesd",
-    "DeepCache",
-    "tgate",
-    "torchmetrics",
-    "torch-fidelity",
-    "torchvision",
-    "numpy",
-    "pillow",
-    "flash-attn",
-    "flash-attn-3",
-    "kernels",
-    "sageattention",
-    "xformers",
+    *("torch", "diffusers", "transformers", "accelerate", "tomesd", "DeepCache", "tgate"),
+    *("torchmetrics", "torch-fidelity", "torchvision", "numpy", "pillow"),
+    *("flash-attn", "flash-attn-3", "kernels", "sageattention", "xformers"),
 )
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # the times of a processor, as psutil names them
 _IDLE = ("idle", "iowait")
@@ -75,27 +60,23 @@ def accelerators() -> dict[str, int]:
     """Return the kinds of devices that are there besides the CPU, the one to take first, and the number of each."""
     found = {}
     for kind in ("cuda", "xpu", "mps"):
-        module = getattr(torch, kind, None)
-        available = getattr(module, "is_available", getattr(getattr(torch.backends, kind, None), "is_available", None))
-        if module is not None and available is not None and available():
+        module: Any = getattr(torch, kind, None)
+        backend = getattr(torch.backends, kind, None)  # that of MPS tells it
+        if getattr(module, "is_available", getattr(backend, "is_available", bool))():
             found[kind] = int(module.device_count())
     return found
 
 
 def interprets_triton() -> bool:
-    """Tell whether Triton's kernels run without a GPU, interpreted."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until a device has done what it was given; the CPU always has."""
-    wait = getattr(_of(device), "synchronize", None)
-    if device.type == "cpu" or wait is None:
-        return
-    if "device" in inspect.signature(wait).parameters:
+    if device.type == "mps":
+        torch.mps.synchronize()  # there is only one
+    elif device.type != "cpu" and (wait := getattr(_of(device), "synchronize", None)):
         wait(device)
-    else:  # there is only one
-        wait()
 
 
 def empty_caches() -> None:
@@ -160,14 +141,8 @@ def written(tensor: torch.Tensor) -> object:
 
 
 def is_device_error(error: BaseException) -> bool:
-    kind = getattr(torch, "AcceleratorError", None)  # since PyTorch 2.8
-    if kind is not None and isinstance(error, kind):
-        return True
-    return isinstance(error, RuntimeError) and bool(_DEVICE_ERROR.match(str(error)))
-
-
-def is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    kind = getattr(torch, "AcceleratorError", ())  # since PyTorch 2.8
+    return isinstance(error, kind) or (isinstance(error, RuntimeError) and bool(_DEVICE_ERROR.match(str(error))))
 
 
 _TRACED = (
@@ -183,7 +158,7 @@ def is_exporting() -> bool:
 @torch.compiler.disable(reason=_TRACED)  # type: ignore[untyped-decorator, no-untyped-call]
 def refuse_tracing(device: torch.device) -> None:
     """Refuse what would make a program of one call, of a patched model or of a part of it."""
-    if is_captured(device):
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ElfattError(
             "a CUDA graph of a patched model would replay one step's phase and random draws in every step; use "
             "torch.compile(mode='reduce-overhead'), or call elfatt_sd.remove_patch(pipe) first."
@@ -235,54 +210,70 @@ def keep_freed_memory() -> bool:
     return _kept
 
 
-def keeps_freed_memory() -> bool:
-    """Tell whether `keep_freed_memory` did so in this process."""
-    return _kept
-
-
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return versions, processor, accelerator and attention backends as plain data."""
+    packages: dict[str, str] = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    kernels = ["flash (CPU)", "math"]  # that torch's fused attention may choose from
+    if device.type == "cuda":
+        names = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn", "math": "math"}
+        kernels = [name for name, own in names.items() if getattr(torch.backends.cuda, f"{own}_sdp_enabled")()]
     return {
         "elfatt_sd": elfatt_sd.__version__,
         "commit": commit_of(Path(elfatt_sd.__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": packages,
         "device": device_name(device),
         "cpu": cpu_name(),
         "cpu_cores": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
-        "keeps_freed_memory": keeps_freed_memory(),
-        "ram_gib": _ram_gib(),
+        "keeps_freed_memory": _kept,
+        "ram_gib": psutil.virtual_memory().total / 2**30,
         "cuda": _cuda(device) if device.type == "cuda" else None,
-        "attention_backends": attention_backends(device),
+        "attention_backends": {"scaled_dot_product_attention": kernels},
+    }
+
+
+def _cuda(device: torch.device) -> dict[str, Any]:
+    cudnn: Any = torch.backends.cudnn
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "runtime": torch.version.cuda or f"ROCm {torch.version.hip}",
+        "cudnn": cudnn.version(),
+        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "memory_gib": properties.total_memory / 2**30,
+        "capability": f"{properties.major}.{properties.minor}",
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_tf32": cudnn.allow_tf32,
     }
 
 
 def read_clocks(device: torch.device) -> dict[str, Any]:
     """Return the present clocks in MHz, and temperature and power where they can be read."""
     if device.type != "cuda":
-        return {"cpu_mhz": _cpu_mhz()}
-    fields = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
+        try:
+            found = psutil.cpu_freq()
+        except (AttributeError, NotImplementedError, OSError, RuntimeError):  # as psutil does where there is none
+            found = None
+        return {"cpu_mhz": float(found.current) if found else None}
     card = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    if card is None or torch.version.hip:
+        return {}
+    fields = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
     by_number = f"--id=GPU-{card}"  # its index would ignore CUDA_VISIBLE_DEVICES
-    asked = f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", by_number
-    query = None if card is None or torch.version.hip else _first_line("nvidia-smi", *asked)
-    return dict(zip(fields, (value.strip() for value in query.split(",")), strict=False)) if query else {}
+    query = _first_line("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", by_number)
+    return dict(zip(fields, map(str.strip, query.split(",")), strict=False)) if query else {}
 
 
-def attention_backends(device: torch.device) -> dict[str, Any]:
-    """Return which kernels torch's fused attention may choose from on a device."""
-    if device.type != "cuda":
-        return {"scaled_dot_product_attention": ["flash (CPU)", "math"]}
-    switches: Any = torch.backends.cuda
-    allowed = {
-        "flash": switches.flash_sdp_enabled(),
-        "efficient": switches.mem_efficient_sdp_enabled(),
-        "cudnn": switches.cudnn_sdp_enabled(),
-        "math": switches.math_sdp_enabled(),
-    }
-    return {"scaled_dot_product_attention": [name for name, on in allowed.items() if on]}
+def _first_line(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.splitlines()), None)
 
 
 class Bystanders:
@@ -292,18 +283,16 @@ class Bystanders:
         self._start = _processor_seconds()
 
     def share(self) -> float | None:
-        now = _processor_seconds()
-        if now is None or self._start is None:
-            return None
-        everything, busy, own = (after - before for after, before in zip(now, self._start, strict=True))
+        """None within the same tick of the clock."""
+        everything, busy, own = (
+            after - before for after, before in zip(_processor_seconds(), self._start, strict=True)
+        )
         return min(1.0, max(0.0, (busy - own) / everything)) if everything > 0 else None
 
 
-def _processor_seconds() -> tuple[float, float, float] | None:
-    try:
-        times, own = psutil.cpu_times(), os.times()
-    except OSError:
-        return None
+def _processor_seconds() -> tuple[float, float, float]:
+    """Seconds of all processors since they started, those in which they were busy, and those of this process."""
+    times, own = psutil.cpu_times(), os.times()
     busy, idle = (sum(getattr(times, name, 0.0) for name in names) for names in (_BUSY, _IDLE))
     return busy + idle, busy, own.user + own.system + own.children_user + own.children_system
 
@@ -324,47 +313,3 @@ def commit_of(folder: Path) -> str | None:
 def short_commit(commit: str | None) -> str:
     digest, plus, changes = (commit or "").partition("+")
     return digest[:12] + plus + changes
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cuda(device: torch.device) -> dict[str, Any]:
-    cudnn: Any = torch.backends.cudnn
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "runtime": torch.version.cuda or f"ROCm {torch.version.hip}",
-        "cudnn": cudnn.version(),
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "memory_gib": properties.total_memory / 2**30,
-        "capability": f"{properties.major}.{properties.minor}",
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn_tf32": cudnn.allow_tf32,
-    }
-
-
-def _first_line(*command: str) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return next(iter(done.stdout.splitlines()), None)
-
-
-def _cpu_mhz() -> float | None:
-    try:
-        found = psutil.cpu_freq()
-    except (AttributeError, NotImplementedError, OSError, RuntimeError):  # what it raises where there is no such number
-        return None
-    return float(found.current) if found else None
-
-
-def _ram_gib() -> float | None:
-    try:
-        return float(psutil.virtual_memory().total / 2**30)
-    except OSError:
-        return None

@@ -23,18 +23,16 @@ def choice(name: str, value: object, accepted: Collection[str]) -> None:
 
 
 def whole(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Check that a value is a whole number in a range."""
-    valid = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    if not valid:
-        span = f"of at least {low}" if high is None else f"from {low} to {high}"
+    span = f"of at least {low}" if high is None else f"from {low} to {high}"
+    if type(value) is not int or value < low or (high is not None and value > high):
         raise ElfattError(f"{name}={value!r} is not accepted; give a whole number {span}.")
 
 
 def real(name: str, value: object, low: float, high: float, *, open_high: bool = False) -> None:
     """Check that a value is a number in a range, `high` included or not."""
+    span = f"from {low:g} to less than {high:g}" if open_high else f"from {low:g} to {high:g}"
     valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not valid or not low <= value <= high or (open_high and value == high):  # type: ignore[operator]
-        span = f"from {low:g} to less than {high:g}" if open_high else f"from {low:g} to {high:g}"
         raise ElfattError(f"{name}={value!r} is not accepted; give a number {span}.")
 
 
@@ -84,8 +82,7 @@ def need(what: str, *names: str) -> None:
     """Check that packages are there, before the work that needs them begins."""
     missing = [name for name in names if PACKAGES[name].missing]
     if missing:
-        absent = f"{', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed"
-        raise ElfattError(f"{what} needs {absent}: {install_line(*missing)}")
+        raise ElfattError(f"{what} needs {', '.join(missing)} (not installed): {install_line(*missing)}")
 
 
 def remedy(error: ImportError) -> str:
@@ -113,15 +110,12 @@ def in_plain_words(error: Exception) -> str:
     """Say what failed: a file by its path, memory by how much was asked for, anything else by its class and message."""
     if isinstance(error, ElfattError):
         return str(error)
-    lines = str(error).strip().splitlines() or [""]
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     if is_out_of_memory(error):
-        asked = re.search(r"ried to allocate ([\d.]+) (\w+)", str(error))
-        amount = f": {_readable(float(asked[1]), asked[2])} more were asked for" if asked else ""
+        amount = ""
+        if asked := re.search(r"ried to allocate ([\d.]+) (\w+)", str(error)):
+            size = f"{int(asked[1]) / 2**30:.1f} GiB" if asked[2] == "bytes" else f"{float(asked[1]):g} {asked[2]}"
+            amount = f": {size} more were asked for"
         return f"out of memory{amount}; give a smaller height and width, or close what else uses the memory"
-    return f"{type(error).__name__}: {lines[0]}"
-
-
-def _readable(amount: float, unit: str) -> str:
-    return f"{amount / 2**30:.1f} GiB" if unit == "bytes" else f"{amount:g} {unit}"
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -28,26 +29,18 @@ from elfatt_sd.errors import ElfattError, ElfattFailure
 Shape = TypeVar("Shape")
 LOCK_FILE, HOLDER_FILE = ".lock", ".locked-by"  # no process can read the first one on Windows while it is held
 _NAME = re.compile(r"[\w=+-][\w.=+-]*(?<!\.)")
-_RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)[0-9¹²³])(\..*)?", re.IGNORECASE)  # on Windows, whatever the suffix
-_LEAST = 4096  # bytes that a folder has room for
+_RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  # on Windows, whatever the suffix
 _LONGEST_NAME = 160  # bytes; file systems take 255, and names get endings
 _PLAIN_LIST = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s+\]")  # of numbers; a line break stands in no JSON string
 _SYSTEMS = frozenset(("thumbs.db", "desktop.ini", "__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found"))
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_KINDS = {  # of values, as msgspec names them and as messages do
-    "str": "text",
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a table",
-}
+_KINDS = {"str": "text", "int": "a whole number", "float": "a number"}  # of values: as msgspec and as messages say
+_KINDS |= {"bool": "true or false", "array": "a list", "object": "a table"}
 _RANGES = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
 _LONGEST = 120  # characters of a value that a message repeats
 
 
-def is_hidden(name: str) -> bool:
-    """Tell a file or folder that is nobody's own: hidden, or left behind by a system, a NAS or an editor."""
+def is_hidden(name: str) -> bool:  # or left behind by a system, a NAS or an editor
     return name.startswith(".") or name.lower() in _SYSTEMS
 
 
@@ -102,7 +95,6 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
     with atomic_file(path) as file:
         file.write(content)
 
@@ -119,11 +111,8 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def sha256_of_file(path: Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sha256_of_data(data: Any) -> str:
@@ -132,16 +121,17 @@ def sha256_of_data(data: Any) -> str:
 
 
 def sha256_of_code(sources: Iterable[str]) -> str:
-    return sha256_of_data([ast.unparse(_without_texts(ast.parse(source))) for source in sources])
-
-
-def _without_texts(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
+    """Hash what code does: docstrings, comments and layout do not count."""
+    trees = [ast.parse(source) for source in sources]
+    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
         if isinstance(body := getattr(node, "body", None), list):
-            texts = [x for x in body if isinstance(x, ast.Expr) and isinstance(getattr(x.value, "value", None), str)]
-            kept = [line for line in body if line not in texts and not isinstance(line, ast.Pass)]
+            kept = [line for line in body if not (isinstance(line, ast.Pass) or _is_text(line))]
             node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
-    return tree
+    return sha256_of_data([*map(ast.unparse, trees)])
+
+
+def _is_text(line: ast.stmt) -> bool:
+    return isinstance(line, ast.Expr) and isinstance(getattr(line.value, "value", None), str)
 
 
 def is_full(error: OSError) -> bool:
@@ -155,11 +145,11 @@ def check_writable(folder: Path, given: str | None = None) -> None:
         with tempfile.TemporaryDirectory(prefix=".elfatt-sd-", dir=there) as probe:  # processes may check at a time
             place = Path(probe, folder.absolute().relative_to(there))
             place.mkdir(parents=True, exist_ok=True)
-            (place / "probe").write_bytes(bytes(_LEAST))
+            (place / "probe").write_bytes(bytes(4096))
     except OSError as error:
-        given = given or f"out={str(folder)!r}"
         kind = ElfattFailure if is_full(error) else ElfattError
-        raise kind(f"{given} cannot be written ({error.strerror}); give a folder that can.") from error
+        named = given or f"out={str(folder)!r}"
+        raise kind(f"{named} cannot be written ({error.strerror}); give a folder that can.") from error
 
 
 def nearest_existing(path: Path) -> Path:
@@ -167,8 +157,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def cache_folder() -> Path:
-    chosen = os.environ.get("ELFATT_SD_CACHE")
-    if chosen:
+    if chosen := os.environ.get("ELFATT_SD_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elfatt-sd"
 
@@ -183,7 +172,12 @@ def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
         holder.unlink(missing_ok=True)  # a link would lead elsewhere
         holder.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
     except Timeout as error:
-        raise ElfattError(f"{folder} is in use by {_named(holder)}; wait for it, or give another folder.") from error
+        named = ""
+        with contextlib.suppress(OSError):
+            named = read_plain(holder).decode(errors="replace").strip()
+        raise ElfattError(
+            f"{folder} is in use by {named or 'another process'}; wait for it, or give another folder."
+        ) from error
     except OSError as error:
         lock.release()
         kind = ElfattFailure if is_full(error) else ElfattError
@@ -195,19 +189,11 @@ def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
         lock.release()
 
 
-def _named(holder: Path) -> str:
-    try:
-        return read_plain(holder).decode(errors="replace").strip() or "another process"
-    except OSError:
-        return "another process"
-
-
 def refused(what: str, accepted: str) -> ElfattError:
     return ElfattError(f"{what} is not accepted; accepted: {accepted}.")
 
 
 def known_keys(prefix: str, data: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a table with another key."""
     unknown = sorted(set(data) - set(known))
     if unknown:
         raise ElfattError(f"key {prefix + unknown[0]!r} is not known; accepted: {', '.join(known)}.")
@@ -229,10 +215,7 @@ def checked(data: Any, shape: type[Shape]) -> Shape:
 
 def parse_json(content: bytes) -> Any:
     """Return what JSON holds, strictly: no NaN, no infinity, no number beyond float, no half of a surrogate pair."""
-    try:
-        return msgspec.json.decode(content)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    return msgspec.json.decode(content)
 
 
 def read_json(path: Path, remedy: str) -> Any:
@@ -257,7 +240,6 @@ def read_typed(path: Path, shape: type[Shape], remedy: str) -> Shape | None:
 
 
 def check_file(path: Path | str, data: Any, shape: type[Shape], remedy: str) -> Shape:
-    """Check what was read from a file."""
     try:
         return checked(data, shape)
     except ElfattError as error:
@@ -265,6 +247,7 @@ def check_file(path: Path | str, data: Any, shape: type[Shape], remedy: str) -> 
 
 
 def _tables(data: Any, hint: Any, place: str = "") -> Iterator[tuple[str, Mapping[str, Any], Collection[str]]]:
+    """Find the tables for which a type has a dataclass, whose unknown keys msgspec would pass over."""
     hint = _bare(hint)
     if dataclasses.is_dataclass(hint) and isinstance(data, Mapping):
         hints = _fields(hint)
@@ -288,39 +271,36 @@ def _fields(hint: Any) -> dict[str, Any]:
     return typing.get_type_hints(hint, include_extras=True)
 
 
-def _explained(message: str, data: Any, shape: Any) -> ElfattError:
+def _explained(message: str, data: Any, hint: Any) -> ElfattError:
     """Say in the words of this package what msgspec found."""
     found, _, place = message.partition(" - at `$")
-    name = place.rstrip("`").removeprefix(".")
+    place = place.rstrip("`").removeprefix(".")
     if missing := re.fullmatch(r"Object missing required field `(.*)`", found):
-        return ElfattError(f"key {'.'.join(filter(None, [name, missing[1]]))!r} is missing; it is required.")
-    hint, keys = shape, []
-    for key in re.findall(r"\.\.\.|[^.\[\]]+", name):
-        hint = _inner(_bare(hint), key)
-        key = _wrong_key(data, hint) if key == "..." else int(key) if isinstance(data, list | tuple) else key
-        data = data[key]
-        keys.append(f"[{key}]" if isinstance(key, int) else f".{key}")
+        return ElfattError(f"key {'.'.join(filter(None, [place, missing[1]]))!r} is missing; it is required.")
+    for key in re.findall(r"[^.\[\]]+|\.\.\.", place):
+        hint = _bare(hint)
+        if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, msgspec.Struct)):
+            hint = _fields(hint)[key]
+        else:
+            hint = (*typing.get_args(hint), Any)[typing.get_origin(hint) is dict]
+        if key == "...":  # msgspec does not name the key of a dict
+            key = next(each for each, value in data.items() if not _fits(value, hint))
+            place = place.replace("[...]", f".{key}", 1)
+        data = data[int(key) if isinstance(data, list | tuple) else key]
     value = repr(data)
     value = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
-    return refused(f"{''.join(keys).removeprefix('.') or 'the content'}={value}", _accepted(found, _bare(hint)))
+    return refused(f"{place or 'the content'}={value}", _accepted(found, _bare(hint)))
 
 
-def _wrong_key(data: Mapping[str, Any], hint: Any) -> str:
-    for key, value in data.items():
-        try:
-            msgspec.convert(value, hint)
-        except msgspec.ValidationError:
-            return key
-    return ""
-
-
-def _inner(hint: Any, key: str) -> Any:
-    if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, msgspec.Struct)):
-        return _fields(hint)[key]
-    return (*typing.get_args(hint), Any)[1 if typing.get_origin(hint) is dict else 0]
+def _fits(value: Any, hint: Any) -> bool:
+    with contextlib.suppress(msgspec.ValidationError):
+        msgspec.convert(value, hint)
+        return True
+    return False
 
 
 def _accepted(found: str, hint: Any) -> str:
+    """Turn msgspec's "Expected `int` >= 1, got `str`" into what a user may give."""
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(map(str, typing.get_args(hint)))
     wanted = re.match(r"Expected `(\w+)[^`]*`(?: (?:of length )?(>=|<=|<|>) (\S+))?(?:, got .*)?(.*)", found)

@@ -1,8 +1,4 @@
-"""Time and memory of calls.
-
-Things that are compared run interleaved, and ratios are taken within a round: a machine whose clock drifts slows all of
-them alike.
-"""
+"""Time and memory of calls. Things are compared interleaved, round by round: a clock that drifts slows all alike."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 import psutil
@@ -54,33 +49,27 @@ def interleave(
 ) -> Iterator[Iterator[tuple[Turn, Reading]]]:
     """Run things one after the other in every round, each round starting with another one."""
     start, lost = time.monotonic(), set[str]()
+
+    def turns(number: int) -> Iterator[tuple[Turn, Reading]]:
+        shift = number % len(names)
+        for place, name in enumerate([*names[shift:], *names[:shift]], 1):
+            if name in lost:
+                continue
+            turn = Turn(name, number, place)
+            try:
+                reading = take(turn)
+            except Exception as error:
+                if lose is None:
+                    raise
+                lose(turn, error)
+                lost.add(name)
+            else:
+                yield turn, reading
+
     for index, number in enumerate(rounds):
         if index and time.monotonic() - start > seconds:
             return
-        shift = number % len(names)
-        yield _round([*names[shift:], *names[:shift]], number, take, lost, lose)
-
-
-def _round(
-    names: Sequence[str],
-    number: int,
-    take: Callable[[Turn], Reading],
-    lost: set[str],
-    lose: Callable[[Turn, Exception], None] | None,
-) -> Iterator[tuple[Turn, Reading]]:
-    for place, name in enumerate(names, 1):
-        if name in lost:
-            continue
-        turn = Turn(name, number, place)
-        try:
-            reading = take(turn)
-        except Exception as error:
-            if lose is None:
-                raise
-            lose(turn, error)
-            lost.add(name)
-        else:
-            yield turn, reading
+        yield turns(number)
 
 
 @dataclass
@@ -186,9 +175,7 @@ class CallTimer:
             self.handles.append(module.register_forward_hook(lambda *_: self._mark()))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self.handles:
             handle.remove()
 
@@ -242,7 +229,6 @@ class Spread(NamedTuple):
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Self:
-        """Read it from results, which may say more."""
         return cls(data["median"], data["min"], data["max"])
 
     def words(self, digits: int = 2) -> str:
@@ -256,19 +242,13 @@ def now() -> str:
 
 def process_peak() -> int | None:
     if sys.platform == "darwin":
-        return _resident_on_macos()
+        import resource
+
+        return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # in bytes there
     if value := proc_value("/proc/self/status", "VmHWM"):  # ru_maxrss would include the parent's before `exec`
         return int(value.split()[0]) * 1024
     peak: int | None = getattr(psutil.Process().memory_info(), "peak_wset", None)  # on Windows
     return peak
-
-
-def _resident_on_macos() -> int | None:
-    try:
-        import resource
-    except ImportError:
-        return None
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # in bytes there
 
 
 class PeakMeter:
@@ -325,15 +305,13 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
     PyTorch's allocator, and the pages of the code that runs, is not in it.
     """
     counters = memory_counters(device)
-    if counters is None and device.type != "cpu":
-        return None
     gc.collect()
     try:
-        if counters is None:
-            return _tensors_on_cpu(call)
-        meter, before = PeakMeter(device), int(counters.memory_allocated(device))
-        call()
-        return (meter.read() or 0) - before
+        if counters is not None:
+            meter, before = PeakMeter(device), int(counters.memory_allocated(device))
+            call()
+            return (meter.read() or 0) - before
+        return _tensors_on_cpu(call) if device.type == "cpu" else None
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -1,9 +1,10 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, folders, and hashes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from elfatt_sd.files import (
     atomic_file,
     cache_folder,
+    check_writable,
     read_json,
     sha256_of_code,
     sha256_of_data,
@@ -25,6 +27,8 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), atomic_file(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(path, {"a": float("nan")})
     assert path.read_text() == '{\n "a": 1\n}\n'
     assert [entry.name for entry in path.parent.iterdir()] == ["a.json"]
 
@@ -52,19 +56,11 @@ def test_numbers_share_a_line(tmp_path: Path) -> None:
     assert ' "psnr": [31.5, null, -1e-07],\n' in text and "  [1, 2],\n" in text and '   "a, b"\n' in text
 
 
-def test_json_has_no_nan(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="JSON compliant"):
-        write_json(tmp_path / "a.json", {"a": float("nan")})
-    assert not list(tmp_path.iterdir())
-
-
-def test_hashes(tmp_path: Path) -> None:
-    content = b"x" * (3 << 20)
-    (tmp_path / "large").write_bytes(content)
-    assert sha256_of_file(tmp_path / "large") == hashlib.sha256(content).hexdigest()
-    assert (
-        sha256_of_data({"a": 1, "b": [2]}) == sha256_of_data({"b": [2], "a": 1}) != sha256_of_data({"a": 1, "b": [3]})
-    )
+def test_checking_a_folder_leaves_nothing_even_of_several_processes_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(check_writable, [folder, tmp_path] * 50))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -106,7 +102,13 @@ def nothing(): pass
 """
 
 
-def test_the_hash_of_code_is_of_what_it_does() -> None:
+def test_hashes(tmp_path: Path) -> None:
+    """That of code is of what the code does."""
+    content = b"x" * (3 << 20)
+    (tmp_path / "large").write_bytes(content)
+    assert sha256_of_file(tmp_path / "large") == hashlib.sha256(content).hexdigest()
+    data = sha256_of_data({"a": 1, "b": [2]})
+    assert data == sha256_of_data({"b": [2], "a": 1}) != sha256_of_data({"a": 1, "b": [3]})
     found = sha256_of_code([CODE])
     assert found == sha256_of_code([BARE])
     assert found != sha256_of_code([CODE.replace("2 * x", "3 * x")])

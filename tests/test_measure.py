@@ -1,4 +1,4 @@
-"""Things run interleaved, ratios are taken within rounds; memory is None where a system does not tell.
+"""Things run interleaved, ratios are taken within rounds; memory is None where a system does not tell; progress.
 
 No time is asserted from above.
 """
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elfatt_sd import measure
+from elfatt_sd import measure, progress
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.measure import (
     CallTimer,
@@ -23,10 +23,10 @@ from elfatt_sd.measure import (
     Turn,
     interleave,
     peak_memory,
-    process_peak,
     ratios,
     timed,
 )
+from elfatt_sd.progress import Lines, progress_of
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -34,21 +34,15 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def test_things_take_turns_and_every_round_starts_with_another() -> None:
-    found = [
-        [(turn, name) for turn, name in turns] for turns in interleave("abc", lambda turn: turn.name, range(-1, 2))
-    ]
-    assert [["".join(name for _, name in turns)] for turns in found] == [["cab"], ["abc"], ["bca"]]
-    assert found[2][1][0] == Turn("c", 1, 2)
-
-
-def test_a_round_runs_while_it_is_taken_out() -> None:
-    """So that what is finished can be kept before the next thing begins."""
+    """A round runs while it is taken out, so that what is finished can be kept before the next thing begins."""
     seen: list[str] = []
-    rounds = interleave("ab", lambda turn: seen.append(turn.name), range(2))
+    rounds = interleave("abc", lambda turn: seen.append(turn.name), range(-1, 2))
     turns = next(rounds)
-    next(turns)
-    assert seen == ["a"]
-    assert [len(list(each)) for each in (turns, next(rounds))] == [1, 2]
+    assert next(turns)[0] == Turn("c", -1, 1)
+    assert seen == ["c"]
+    assert [len(list(each)) for each in (turns, *rounds)] == [2, 3, 3]
+    assert "".join(seen) == "cab" + "abc" + "bca"
+    assert len([list(turns) for turns in interleave("a", lambda turn: 0, range(100), seconds=0)]) == 1
 
 
 def test_what_fails_has_no_further_turns() -> None:
@@ -66,10 +60,6 @@ def test_what_fails_has_no_further_turns() -> None:
     assert lost == [(Turn("b", 1, 1), "no")]
     with pytest.raises(ValueError, match="no"):
         [list(turns) for turns in interleave("ab", take, range(3))]
-
-
-def test_no_round_starts_late_but_one_runs() -> None:
-    assert len([list(turns) for turns in interleave("a", lambda turn: 0, range(100), seconds=0)]) == 1
 
 
 def test_a_comparison_warms_up_and_takes_turns() -> None:
@@ -176,33 +166,14 @@ def test_peak_memory_is_what_the_call_needs() -> None:
     assert peak_memory(call, CPU) == peak
 
 
-def test_a_call_without_tensors_needs_nothing() -> None:
-    assert peak_memory(lambda: None, CPU) == 0
-
-
-def test_a_device_that_does_not_tell() -> None:
-    assert peak_memory(lambda: None, torch.device("meta")) is None
-
-
-def test_a_call_that_does_not_fit_has_no_peak() -> None:
+def test_a_call_that_does_not_fit_or_a_device_that_does_not_tell_has_no_peak() -> None:
     def fail(error: Exception) -> None:
         raise error
 
     assert peak_memory(lambda: fail(torch.OutOfMemoryError("CUDA out of memory")), CPU) is None
     with pytest.raises(ElfattError, match="other"):
         peak_memory(lambda: fail(ElfattError("other")), CPU)
-
-
-def test_the_high_water_mark_counts_what_was_held() -> None:
-    before = process_peak()
-    if before is None:
-        pytest.skip("this system does not tell")
-    size = before + 2**26
-    block = bytearray(size)
-    block[::4096] = b"1" * len(range(0, size, 4096))
-    after = process_peak()
-    assert after is not None
-    assert after > size
+    assert peak_memory(lambda: None, torch.device("meta")) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -218,33 +189,67 @@ def test_the_meter_sees_an_allocation_and_starts_anew(device: str) -> None:
     assert (meter.read() or 0) < before + 100 * MIB
 
 
-def no_proc(file: str, key: str) -> None:
-    """A system without `/proc`."""
-
-
-def test_windows_tells_the_peak_working_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=1, peak_wset=7))
-    monkeypatch.setattr(measure, "proc_value", no_proc)
-    monkeypatch.setattr(measure.sys, "platform", "win32")
-    monkeypatch.setattr(measure.psutil, "Process", lambda: process)
-    meter = PeakMeter(CPU)
-    assert (meter.kind, meter.read(), meter.read_reserved()) == ("peak working set", 7, None)
-
-
-def test_macos_tells_the_maximum_resident_set(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [("win32", ("peak working set", 7)), ("darwin", ("maximum resident set", 9)), ("other", (None, None))],
+)
+def test_the_peak_that_each_system_tells(monkeypatch: pytest.MonkeyPatch, platform: str, expected: object) -> None:
     usage = SimpleNamespace(getrusage=lambda who: SimpleNamespace(ru_maxrss=9), RUSAGE_SELF=0)
-    monkeypatch.setattr(measure.sys, "platform", "darwin")
+    info = SimpleNamespace(rss=1, **({"peak_wset": 7} if platform == "win32" else {}))
+    monkeypatch.setattr(measure, "proc_value", lambda file, key: None)
+    monkeypatch.setattr(measure.sys, "platform", platform)
     monkeypatch.setitem(sys.modules, "resource", usage)
-    meter = PeakMeter(CPU)
-    assert (meter.kind, meter.read()) == ("maximum resident set", 9)
-    monkeypatch.setitem(sys.modules, "resource", None)
-    assert PeakMeter(CPU).read() is None
-
-
-def test_where_no_system_tells_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "proc_value", no_proc)
-    monkeypatch.setattr(measure.sys, "platform", "other")
-    meter = PeakMeter(CPU)
-    assert (meter.kind, meter.read()) == (None, None)
+    monkeypatch.setattr(measure.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: info))
     monkeypatch.setattr(measure, "synchronize", lambda device: None)
+    meter = PeakMeter(CPU)
+    assert ((meter.kind, meter.read()), meter.read_reserved()) == (expected, None)
     assert PeakMeter(torch.device("mps")).kind is PeakMeter(torch.device("mps")).read() is None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that a test turns."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_line_for_each_stage_and_after_a_while(clock: list[float]) -> None:
+    said: list[str] = []
+    tell = Lines(said.append, "calls", every=30)
+    for done in range(5):
+        tell("first", done, 10)
+        clock[0] += 20
+    tell("second", 5, 10)
+    assert said == [
+        "first: 0 of 10 calls done",
+        "first: 2 of 10 calls done, about 0:02:40 left",
+        "first: 4 of 10 calls done, about 0:02:00 left",
+        "second: 5 of 10 calls done, about 0:01:40 left",
+    ]
+
+
+def test_another_count_or_total_has_its_own_speed(clock: list[float]) -> None:
+    """Steps of a shorter run say nothing of those to come."""
+    said: list[str] = []
+    tell = Lines(said.append, "steps", every=0, at_once=False)
+    for done, total, seconds in ((3, 3, 1000), (10, 30, 10), (20, 30, 0), (5, 30, 1), (26, 300, 10), (27, 300, 0)):
+        tell("image", done, total)
+        clock[0] += seconds
+    assert said == [
+        "image: 3 of 3 steps done",
+        "image: 10 of 30 steps done",
+        "image: 20 of 30 steps done, about 0:00:10 left",
+        "image: 5 of 30 steps done",
+        "image: 26 of 300 steps done",
+        "image: 27 of 300 steps done, about 0:45:30 left",
+    ]
+
+
+def test_nothing_is_said_of_what_is_quick(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_of("steps", at_once=False) as tell:
+        tell("image 1 of 1", 1, 2)
+    with progress_of("steps", shown=False) as tell:
+        clock[0] += 1000
+        tell("image 1 of 1", 2, 2)
+    assert capsys.readouterr() == ("", "")

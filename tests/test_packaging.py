@@ -1,15 +1,19 @@
-"""What is shipped: the wheel's content and size, the metadata, and files that must agree with one another."""
+"""What is shipped: the wheel, metadata, files that must agree with one another, and what a type checker tells users."""
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
+import importlib.util
+import os
 import re
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -25,18 +29,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install -e '.[test]'")
     out = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-qq",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(out),
-        str(ROOT),
-    ]
+    options = ["-qq", "--no-deps", "--no-build-isolation", "-w", str(out)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(ROOT)]
     subprocess.run(command, check=True, timeout=300, stdin=subprocess.DEVNULL)
     [path] = out.glob("*.whl")
     assert path.stat().st_size < 25e6
@@ -77,16 +71,32 @@ def test_the_extras_that_users_are_told_to_install_exist() -> None:
     assert {"eval", "inception"} <= named <= extras
 
 
-def imports(path: Path) -> set[str]:
-    """Modules that a file imports anywhere, in their full names."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return names | {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+@pytest.fixture(scope="module")
+def imported() -> dict[Path, tuple[set[str], set[str]]]:
+    """Modules that each file of the package imports at its top, and anywhere."""
+    trees = {path: ast.parse(path.read_text()) for path in (ROOT / "elfatt_sd").rglob("*.py")}
+    return {path: (modules(tree.body), modules(ast.walk(tree))) for path, tree in trees.items()}
 
 
-def test_nothing_in_the_package_imports_the_tools() -> None:
-    for path in (ROOT / "elfatt_sd").rglob("*.py"):
-        assert not {"tools", "tests", "benchmarks"} & {module.partition(".")[0] for module in imports(path)}, path
+def modules(nodes: Iterable[ast.AST]) -> set[str]:
+    names = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            names.add(str(node.module))
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name.partition(".")[0] for name in names}
+
+
+def test_imports_of_the_package(imported: Any) -> None:
+    """No tools, optional packages where they are used alone; mathematics knows no diffusers, and the core no peer."""
+    optional = {package.module for package in PACKAGES.values()}
+    for path, (top, anywhere) in imported.items():
+        assert not {"tools", "tests", "benchmarks"} & anywhere, path
+        assert not optional & top, f"{path}: it would be needed by whatever imports the file"
+        folder = path.relative_to(ROOT / "elfatt_sd").parts[0]
+        assert "tomesd" not in anywhere or folder not in ("attention", "methods", "families", "runtime"), path
+        assert "diffusers" not in anywhere or folder != "attention" or path.name == "softmax.py", path
 
 
 def test_the_wheel_holds_none_of_the_tools(wheel: zipfile.ZipFile) -> None:
@@ -97,13 +107,13 @@ def test_the_wheel_holds_none_of_the_tools(wheel: zipfile.ZipFile) -> None:
     assert {inside.get(path.read_bytes()) for path in files} == {None}
 
 
-def test_every_import_is_declared() -> None:
-    found = set().union(*(imports(path) for path in (ROOT / "elfatt_sd").rglob("*.py")))
-    imported = {name.partition(".")[0] for name in found} - sys.stdlib_module_names - {"elfatt_sd"}
+def test_every_import_is_declared(imported: Any) -> None:
+    found = set[str]().union(*(anywhere for _, anywhere in imported.values()))
+    found -= sys.stdlib_module_names | {"elfatt_sd"}
     lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
     declared = names(lines)
     homes = importlib.metadata.packages_distributions()
-    offers = {name: {home.lower().replace("_", "-") for home in homes.get(name, [name])} for name in imported}
+    offers = {name: {home.lower().replace("_", "-") for home in homes.get(name, [name])} for name in found}
     undeclared = {name for name, offer in offers.items() if not offer & declared}
     assert undeclared == {"triton"}, "which comes with PyTorch"
 
@@ -121,36 +131,11 @@ def test_a_missing_package_names_the_extra_that_installs_it() -> None:
     assert names(extras["eval"]) == {name for name, package in PACKAGES.items() if package.extra == "eval"}
 
 
-def test_optional_packages_are_imported_where_they_are_used() -> None:
-    """At the top of a file they would be needed by whatever imports it."""
-    optional = {package.module for package in PACKAGES.values()}
-    for path in (ROOT / "elfatt_sd").rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            found = {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
-            found |= {str(node.module)} if isinstance(node, ast.ImportFrom) else set()
-            assert not {name.partition(".")[0] for name in found} & optional, path
-
-
-@pytest.mark.parametrize("folder", ["attention", "methods", "families", "runtime"])
-def test_the_core_knows_no_peer(folder: str) -> None:
-    """Nor does mathematics but for backends know diffusers."""
-    for path in (ROOT / "elfatt_sd" / folder).rglob("*.py"):
-        found = {name.partition(".")[0] for name in imports(path)}
-        assert "tomesd" not in found, path
-        assert "diffusers" not in found or folder != "attention" or path.name == "softmax.py", path
-
-
 def test_the_patents_are_named_as_the_paper_does() -> None:
     for file in ("NOTICE", "README.md"):
         text = " ".join((ROOT / file).read_text().split())
-        for part in (
-            "19/011,779",
-            "HK30118021A2",
-            "202510108088.7",
-            "kt@innocimda.com",
-            "7 January 2025",
-            "30 May 2025",
-        ):
+        parts = ("19/011,779", "HK30118021A2", "202510108088.7", "kt@innocimda.com", "7 January 2025", "30 May 2025")
+        for part in parts:
             assert part in text, f"{file} lacks {part}"
 
 
@@ -176,15 +161,11 @@ def test_every_dependency_is_pinned_for_ci() -> None:
 
 def test_what_is_pinned_takes_every_python_that_the_project_takes() -> None:
     oldest = PROJECT["requires-python"].removeprefix(">=") + ".0"
-    here = filter(_is_here, pins("constraints.txt"))
+    here = [name for name in pins("constraints.txt") if any(importlib.metadata.distributions(name=name))]
     wanted = {name: importlib.metadata.metadata(name).get("Requires-Python") for name in here}
     refused = {name: versions for name, versions in wanted.items() if oldest not in SpecifierSet(versions or "")}
     assert len(wanted) > 50
     assert refused == {}
-
-
-def _is_here(name: str) -> bool:
-    return any(importlib.metadata.distributions(name=name))
 
 
 def test_ruff_is_pinned_once() -> None:
@@ -202,3 +183,124 @@ def test_ci_runs_what_the_readme_says() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
         assert any(f"make {target}" in (ROOT / page).read_text() for page in ("README.md", "CONTRIBUTING.md"))
     assert "bash .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+
+
+# Each line with `# E: words` must be an error with these words, and no other line may be one.
+USES = """
+from pathlib import Path
+from typing import Any, assert_type
+
+import elfatt_sd
+from elfatt_sd import METHODS, Method, PatchConfig, Phase, Settings
+from elfatt_sd.plans import Plan
+
+
+class Pipeline:
+    unet: Any
+
+
+pipe = Pipeline()
+assert_type(elfatt_sd.apply_patch(pipe), Pipeline)
+assert_type(elfatt_sd.apply_patch(pipe, "elfatt", ratio=0.5, block_size=128, autotune=True), Pipeline)
+assert_type(elfatt_sd.apply_patch(pipe, PatchConfig.preset("agent", ratio=0.4), max_downsample=None), Pipeline)
+assert_type(elfatt_sd.remove_patch(pipe), Pipeline)
+assert_type(elfatt_sd.is_patched(pipe), bool)
+assert_type(elfatt_sd.plan(pipe, "elfatt-fast", height=512, seed=1), Plan)
+with elfatt_sd.patched(pipe, "tome", ratio=1) as planned:
+    assert_type(planned, Plan)
+shared: Settings = {"ratio": 0.5, "second_order": "spread"}
+elfatt_sd.apply_patch(pipe, **shared)
+plain: dict[str, Any] = {"ratio": 0.5}
+elfatt_sd.apply_patch(pipe, **plain)
+for method in METHODS:
+    elfatt_sd.apply_patch(pipe, method)
+typed: Method = elfatt_sd.known_method(input())
+assert_type(PatchConfig.preset(typed), PatchConfig)
+config = PatchConfig("mine", (Phase(0.5, "block", block_order="windows"),), levels=2)
+config.save("c.json")
+config.save(Path("c.json"))
+assert_type(PatchConfig.load("c.json").with_settings(agents=7), PatchConfig)
+tuned = elfatt_sd.tune(pipe, closeness=35, prompts=["a cat", "a dog"], metric=lambda first, second: 1.0)
+assert_type(tuned.apply(pipe), Pipeline)
+assert_type(tuned.config, PatchConfig)
+elfatt_sd.tune(pipe, speed=1.5, metric="lpips", weights=Path("vgg.pth"))
+
+elfatt_sd.tune(pipe, closeness=35, metric="fid")  # E: "metric"
+elfatt_sd.tune(pipe, closeness=35, metric=3)  # E: "metric"
+elfatt_sd.tune(pipe, closenes=35)  # E: "closenes"
+tuned.aply(pipe)  # E: "aply"
+elfatt_sd.apply_patch(pipe, "elfat")  # E: Literal['elfat']
+elfatt_sd.apply_patch(pipe, input())  # E: "str"
+elfatt_sd.apply_patch(pipe, "elfatt", ratioo=0.5)  # E: "ratioo"
+elfatt_sd.apply_patch(pipe, "elfatt", ratio="half")  # E: "ratio"
+elfatt_sd.apply_patch(pipe, "elfatt", 0.5)  # E: positional
+elfatt_sd.apply_patch(pipe, autotune="yes")  # E: "autotune"
+elfatt_sd.apply_patch(pipe, until=0.5)  # E: "until"
+with elfatt_sd.patched(pipe, "tomes"):  # E: Literal['tomes']
+    pass
+with elfatt_sd.patched(pipe, "tome", stryde=2):  # E: "stryde"
+    pass
+elfatt_sd.plan(pipe, "sdd")  # E: Literal['sdd']
+elfatt_sd.plan(pipe, hight=512)  # E: "hight"
+elfatt_sd.plan(pipe, block_order="spiral")  # E: "block_order"
+PatchConfig.preset("agents")  # E: Literal['agents']
+PatchConfig.preset("agent", agent=7)  # E: "agent"
+config.with_settings(attention_backend="flush")  # E: "attention_backend"
+config.with_settings(max_downsample=3)  # E: "max_downsample"
+config.seed = 1  # E: "seed"
+PatchConfig("mine", level=2)  # E: "level"
+Phase(0.5, "blocks")  # E: Literal['blocks']
+Phase(0.5, "elfatt", split="halves")  # E: "split"
+wrong: Settings = {"ratios": 0.5}  # E: "ratios"
+PatchConfig.load()  # E: "load"
+PatchConfig.lode("c.json")  # E: "lode"
+elfatt_sd.nothing()  # E: "nothing"
+elfatt_sd.apply_patches(pipe)  # E: "apply_patches"
+from elfatt_sd import remove_patches  # E: "remove_patches"
+"""
+# What is not ours, or heavy, is `Any`: this test is of our own signatures.
+CONFIG = """
+[mypy]
+strict = true
+[mypy-elfatt_sd.*]
+follow_imports = silent
+[mypy-torch.*,diffusers.*,transformers.*,numpy.*,PIL.*,safetensors.*,huggingface_hub.*,rich.*,typer.*]
+follow_imports = skip
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy checks it: pip install -e '.[dev]'")
+def test_wrong_uses_are_errors_and_right_ones_are_not(tmp_path: Path) -> None:
+    (tmp_path / "uses.py").write_text(USES)
+    (tmp_path / "mypy.ini").write_text(CONFIG)
+    command = [sys.executable, "-m", "mypy", "--config-file", "mypy.ini", "--cache-dir", "cache", "uses.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "MYPYPATH": str(ROOT)}, capture_output=True, text=True, timeout=300
+    )
+    said: dict[int, str] = {}
+    for number, text in re.findall(r"^uses\.py:(\d+): error: (.*)", done.stdout, re.MULTILINE):
+        said[int(number)] = said.get(int(number), "") + text
+    wanted = {number: line.partition("# E: ")[2] for number, line in enumerate(USES.splitlines(), 1) if "# E: " in line}
+    assert said.keys() == wanted.keys(), done.stdout + done.stderr
+    for number, words in wanted.items():
+        assert words in said[number], done.stdout
+
+
+def test_every_public_name_is_there_and_no_other() -> None:
+    for name in elfatt_sd.__all__:
+        assert getattr(elfatt_sd, name) is not None
+    assert set(dir(elfatt_sd)) == set(elfatt_sd.__all__)
+    assert {*elfatt_sd._HOMES, "__version__"} == set(elfatt_sd.__all__)
+    with pytest.raises(AttributeError, match="module 'elfatt_sd' has no attribute 'nothing'"):
+        elfatt_sd.nothing  # noqa: B018
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    lines = (
+        "import sys, elfatt_sd",
+        "assert not [name for name in sys.modules if name.startswith('elfatt_sd.')]",
+        "assert not {'torch', 'diffusers', 'transformers', 'numpy'} & sys.modules.keys()",
+        "elfatt_sd.PatchConfig.preset('elfatt', ratio=0.4)",
+        "assert not {'diffusers', 'transformers'} & sys.modules.keys()",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, cwd=ROOT, timeout=100)

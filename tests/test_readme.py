@@ -1,22 +1,35 @@
-"""The README and the other pages: their Python runs, their commands and settings exist, their links lead somewhere."""
+"""README, pages and notebooks: their Python runs, commands and settings exist, and links lead somewhere."""
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from support import tiny_pipelines as tiny
+from support import tiny_transformers
+from support.checks import like, recorded
+from support.commands import ROOT
 from typer.testing import CliRunner
 
 from elfatt_sd import loading as pipelines
 from elfatt_sd import methods
 from elfatt_sd.cli import app
 from elfatt_sd.config import METHODS, setting_names
+from elfatt_sd.drawing.pictures import fault_of
+from elfatt_sd.patch import current_config, is_patched
+from elfatt_sd.toy.renderer import unknown_words
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
 RESULTS = [ROOT / folder / "results/README.md" for folder in ("eval", "benchmarks")]
@@ -28,14 +41,8 @@ def blocks(page: Path) -> list[str]:
 
 
 def test_what_is_needed_first_comes_first() -> None:
-    order = [
-        "pip install",
-        "elfatt_sd.apply_patch(pipe",
-        "elfatt_sd.remove_patch(pipe",
-        "closeness (PSNR)",
-        "headline.png",
-    ]
-    places = [README.index(said) for said in [*order, "**Not measured:**", "elfatt-sd generate"]]
+    order = ["pip install", "elfatt_sd.apply_patch(pipe", "elfatt_sd.remove_patch(pipe", "closeness (PSNR)"]
+    places = [README.index(said) for said in [*order, "headline.png", "**Not measured:**", "elfatt-sd generate"]]
     assert places == sorted(places)
     assert len(README.splitlines()) <= 120
 
@@ -48,8 +55,6 @@ def test_the_python_runs(folder: Path, monkeypatch: Any, tmp_path: Path, name: s
     names: dict[str, Any] = {"pipe": pipe}
     for block in blocks(ROOT / name):
         exec(block, names)
-    from elfatt_sd.patch import current_config
-
     patch = current_config(pipe)
     assert patch is not None
     if "squares" in names:
@@ -116,3 +121,106 @@ def test_the_tested_versions_are_the_pinned_ones() -> None:
             assert found is not None
             short = [".".join(pins[package].split(".")[:2]) for package in ("torch", "transformers")]
             assert [version.rstrip(".") for version in found.groups()] == short
+
+
+HOWTO = (DOCS / "howto.md").read_text()
+SECTIONS = re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", HOWTO, re.MULTILINE | re.DOTALL)
+SMALL = {"height": 32, "width": 32}
+JOINT = {
+    "StableDiffusion3Pipeline": tiny_transformers.sd3,
+    "QwenImagePipeline": tiny_transformers.qwen_image,
+    "WanPipeline": tiny_transformers.wan,
+}
+
+
+def build(kind: Any, folder: Path, parts: dict[str, Any]) -> tuple[Any, Any]:
+    """A small pipeline, and how it draws if it has no text encoder."""
+    if kind.__name__ in JOINT:
+        return JOINT[kind.__name__]()
+    if kind is diffusers.FluxPipeline:
+        return tiny_transformers.flux(folder), None
+    if kind is diffusers.StableDiffusionXLPipeline:
+        return tiny.sdxl(folder), None
+    return like(kind, tiny.sd15(folder), **parts), None
+
+
+@pytest.fixture
+def small(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths lead to small random pipelines; sizes and steps are small, and nothing is compiled or moved."""
+
+    def load(kind: Any, *_: Any, controlnet: Any = None, **__: Any) -> Any:
+        pipe, run = build(kind, folder, {"controlnet": controlnet} if controlnet else {})
+        original = type(pipe).__call__
+
+        def call(self: Any, *prompts: Any, **given: Any) -> Any:
+            if "prompt_embeds" in given:
+                return original(self, **given)
+            if run is not None:
+                return SimpleNamespace(images=(drawn := run(num_inference_steps=5)), frames=drawn)
+            sizes = {} if "strength" in given else SMALL
+            return original(self, *prompts, **{**sizes, **given, "num_inference_steps": 5, "output_type": "latent"})
+
+        monkeypatch.setattr(type(pipe), "__call__", call)
+        return pipe
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(load))
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "to", lambda self, *_: self)
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "enable_model_cpu_offload", lambda self: None)
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "load_lora_weights", lambda self, path: None)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    control = classmethod(lambda *_: tiny.controlnet(tiny.unet()))
+    monkeypatch.setattr(diffusers.ControlNetModel, "from_pretrained", control)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("title", "text"), SECTIONS, ids=[title for title, _ in SECTIONS])
+def test_the_section_runs(title: str, text: str) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    drawing = Image.new("RGB", (32, 32))
+    names: dict[str, Any] = {"__name__": "howto", "edges": drawing, "photo": drawing}
+    with recorded() as calls:
+        exec(code, names)
+    assert calls, f"nothing was approximated in {title!r}"
+    assert is_patched(names["pipe"]) == ("remove_patch" not in code)
+
+
+def test_every_pipeline_that_was_promised_has_its_section() -> None:
+    said = " ".join(title for title, _ in SECTIONS)
+    kinds = ["1.5", "SDXL", "Flux", "3.5", "Qwen", "Wan", "ControlNet", "Image to image", "LoRA"]
+    for word in [*kinds, "Compile", "Offload", "GPUs", "threads"]:
+        assert word in said
+
+
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+QUICKSTART = ROOT / "notebooks" / "1-quickstart.ipynb"
+
+
+def code_cells(path: Path) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+
+
+def outputs(path: Path) -> list[dict[str, Any]]:
+    return [output for cell in code_cells(path) for output in cell["outputs"]]
+
+
+def test_the_quickstart_shows_its_pictures() -> None:
+    """After a change: `make quickstart`."""
+    cells = code_cells(QUICKSTART)
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    encoded = [output["data"]["image/jpeg"] for output in outputs(QUICKSTART) if "image/jpeg" in output.get("data", {})]
+    pictures = [Image.open(io.BytesIO(base64.b64decode(data))) for data in encoded]
+    assert [picture.width // 256 for picture in pictures] == [1, 2, 6, 2]
+    assert not any(fault_of(np.asarray(picture.convert("RGB"), dtype=float)) for picture in pictures)
+    assert QUICKSTART.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_know_the_toy_s_words_and_hold_no_error_no_warning_and_no_place(path: Path) -> None:
+    code = "".join("".join(cell["source"]) for cell in code_cells(path))
+    for prompt in re.findall(r'"(an? [^"]+ background)"', code):
+        assert not unknown_words(prompt), prompt
+    for output in outputs(path):
+        assert output["output_type"] != "error"
+        assert output.get("name") != "stderr"
+        text = json.dumps([output.get("text"), output.get("data", {}).get("text/plain")])
+        assert not re.search(r"warning|(^|[\s'\"(=])(~|file:/)?/\w", text, re.IGNORECASE), text

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE
+from rich.table import Table
+from rich.text import Text
 
 from elfatt_sd import __version__
-from elfatt_sd.cli.console import Chosen, OneLineErrors, from_file, lazy_group, process, quiet_libraries, takes_patch
+from elfatt_sd import errors as checks
+from elfatt_sd.cli import bench, evaluation
+from elfatt_sd.cli.console import OneLineErrors, complain, one_line, output, process, quiet_libraries
 from elfatt_sd.cli.names import METHODS, SHAPE_NAMES
-from elfatt_sd.cli.options import MODELS, Height, Json, Model, Source, Width, takes_drawing, takes_source
-from elfatt_sd.cli.output import print_findings, print_plan, print_summary, print_trial, progress, python_lines
+from elfatt_sd.cli.options import MODELS, Height, Json, Patch, Source, Width, takes_drawing, takes_patch, takes_source
 from elfatt_sd.cli.tune import tune
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
+from elfatt_sd.progress import progress_of
 from elfatt_sd.toy import EMBEDDED, PROMPT
 
 if TYPE_CHECKING:
-    from elfatt_sd.drawing.studio import Result
+    from elfatt_sd.drawing.compare import Trial
+    from elfatt_sd.drawing.studio import Drawn, Result
+    from elfatt_sd.plans import Plan
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
-app.add_typer(
-    lazy_group("elfatt_sd.cli.evaluation:app"), name="eval", help="Measure quality, time and memory of methods."
-)
-app.add_typer(lazy_group("elfatt_sd.cli.bench:app"), name="bench", help="Time and memory, side by side in one run.")
-
-EXPLAIN = "Draw once more and show what a layer does: merged tokens, keys of a query, agents, blocks, error."
+app.add_typer(evaluation.app, name="eval", help="Measure quality, time and memory of methods.")
+app.add_typer(bench.app, name="bench", help="Time and memory, side by side in one run.")
 
 
 def main() -> None:
@@ -55,17 +61,40 @@ def _root(
     """Faster Stable Diffusion without training, and what it costs."""
 
 
+@contextmanager
+def progress(
+    images: int, drawings: int | None = None
+) -> Iterator[tuple[Callable[[int, int], None], Callable[[Drawn], None]]]:
+    """Show how far the steps of all images are, and print each image; a comparison draws more of them than it has."""
+    total, finished, drawn = drawings or images, 0, 0
+
+    def on_image(result: Drawn) -> None:
+        nonlocal finished
+        finished += 1
+        print(result.summary(), flush=True)
+        if result.fault:
+            complain(f"{result.name}: {result.fault}", "warning")
+
+    def on_step(step: int, steps: int) -> None:
+        nonlocal drawn
+        tell(f"image {min(finished + 1, images)} of {images}", drawn * steps + step, total * steps)
+        drawn += step == steps
+
+    with progress_of("steps", at_once=False) as tell:
+        yield on_step, on_image
+
+
 @app.command()
 @takes_patch
 @takes_source()
 @takes_drawing
 def generate(
-    chosen: Chosen,
+    chosen: Patch,
     drawing: dict[str, Any],
     source: Any,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts to draw.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
-    model: Model = "toy",
+    model: Annotated[str, typer.Option(help=f"{MODELS}.")] = "toy",
     seed: Annotated[int, typer.Option(help="Seed of each prompt's first image; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Images for each prompt.")] = 1,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the images.")] = Path("outputs"),
@@ -73,7 +102,13 @@ def generate(
         bool, typer.Option("--compare", help="Draw untouched and patched images, side by side.")
     ] = False,
     each: Annotated[bool, typer.Option("--each", help="Accept prompts of one word: draw each one.")] = False,
-    explain: Annotated[bool, typer.Option("--explain", help=EXPLAIN)] = False,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            help="Draw once more and show what a layer does: merged tokens, keys of a query, agents, blocks, error.",
+        ),
+    ] = False,
     layer: Annotated[
         str | None, typer.Option(metavar="PATH", help="--explain: a layer as `patch --json` lists them, or with *.")
     ] = None,
@@ -92,16 +127,14 @@ def generate(
     if not each:
         check_quoted(words, "elfatt-sd generate")
     prompts = [*words, *(read_prompts(prompt_file) if prompt_file else ())]
-    if not prompts:
-        raise ElfattError("there is no prompt; give one, such as 'a red star', or --prompt-file FILE.")
     asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
     looking = Asked.read(layer, step, at)
-    if explain and not chosen.config.active:
-        raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
     if explain:
         need("--explain", "matplotlib")
+        if not chosen.config.active:
+            raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
     pipe = source(model).load_for(request)
     results: list[Result] = []
     studio = Studio(pipe, request, out)
@@ -110,7 +143,8 @@ def generate(
         for result in studio.results():
             results.append(result.without_picture())  # there may be more than memory holds
             on_image(result)
-    print_summary(results)
+    seconds = median(result.seconds for result in results)
+    print(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
     if explain:
         from elfatt_sd.visualize.drawing import explain as draw_again
 
@@ -153,8 +187,7 @@ def try_methods(
     all_prompts, all_models = [*words, *(prompts or ())] or [PROMPT], [*([model] if model else []), *(models or ())]
     sources = {name: source(name) for name in all_models or ["toy"]}
     request = Request((all_prompts[0],), PatchConfig.preset("sd"), model=next(iter(sources)), seed=seed, **drawing)
-    if rounds < 1:
-        raise ElfattError(f"rounds={rounds} is not accepted; give a whole number of at least 1.")
+    checks.whole("rounds", rounds, 1)
     chosen: list[str] = [known_method(method) for method in methods or METHODS]
     check_writable(out)
     if len(sources) > 1 or len(all_prompts) > 1:
@@ -162,27 +195,32 @@ def try_methods(
         return
     pipe = sources[request.model].load_for(request)
     trial = Trial(pipe, request, chosen, rounds)
-    interrupted = False
-    with progress(trial.images) as (on_step, on_image):
-        try:
+    try:
+        with progress(trial.images) as (on_step, on_image):
             for shot in trial.run(on_step):
                 on_image(shot)
-        except KeyboardInterrupt:
-            interrupted = True
-    if trial.rows:
-        print_trial(trial, trial.write(out))
-    if interrupted:
-        raise KeyboardInterrupt
+    finally:  # what is finished is shown and kept when it is stopped
+        if trial.rows:
+            _show_trial(trial, trial.write(out))
+
+
+def _show_trial(trial: Trial, path: Path) -> None:
+    table = Table(title=one_line(f"{trial.request.prompts[0]}, seed {trial.request.seed}"), title_justify="left")
+    for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for row in trial.rows:
+        table.add_row(row.label, f"{row.seconds:.2f}", row.speed_text(), row.psnr_text())
+    output().print(table)
+    print(f"{trial.recommendation()}\n{path}")
 
 
 def _draw_sheet(
     sources: dict[str, Source], prompts: list[str], methods: list[str], rounds: int, settings: dict[str, Any], out: Path
 ) -> None:
-    for each in sources.values():
-        each.check()
-
     from elfatt_sd.drawing.compare import Sheet
 
+    for each in sources.values():
+        each.check()
     sheet = Sheet(
         lambda request: sources[request.model].load_for(request), list(sources), prompts, methods, rounds, **settings
     )
@@ -197,7 +235,7 @@ def _draw_sheet(
 @takes_patch
 @takes_source("cpu")
 def patch(
-    chosen: Chosen,
+    chosen: Patch,
     source: Any,
     model: Annotated[
         str,
@@ -218,29 +256,50 @@ def patch(
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
     from_where: Source = source(model)
-    if model in SHAPE_NAMES and chosen.autotune:
+    if model not in SHAPE_NAMES:
+        pipe = from_where.load()
+    elif chosen.autotune:
         raise ElfattError(
             f"model={model!r} is a shape without weights, which --autotune cannot measure; give a model, or time the "
             f"shape with elfatt-sd bench denoiser --model {model} --autotune."
         )
-    if model in SHAPE_NAMES:
+    else:
         from elfatt_sd.families.shapes import sketch
 
         quiet_libraries()
         pipe = sketch(model)
-    else:
-        from_where.check()
-        pipe = from_where.load()
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:
-        chosen.config.save(save)
-    saved = None if save is None else from_file(save) + ", autotune=True" * chosen.autotune
-    lines = python_lines(from_where, saved or chosen.arguments)
+        chosen.save(save)
+    lines = ["import elfatt_sd", "", from_where.python(), f"elfatt_sd.apply_patch(pipe, {chosen.arguments})"]
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
         return
     print_plan(planned)
     print("\nIn Python:\n\n" + "\n".join(f"    {line}" for line in lines))
+
+
+def print_plan(planned: Plan) -> None:
+    from elfatt_sd.plans import giga, places
+
+    console = output()
+    table = Table(title=planned.heading, title_justify="left", box=SIMPLE)
+    table.add_column("layers", overflow="fold")
+    table.add_column("what happens", overflow="fold", min_width=30)
+    for name in ("before", "after"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for group in planned.groups():
+        layer, number = group[0], len(group)
+        which = [f"{number} layer{'s' * (number > 1)}, {layer.heads} heads"]
+        which += [f"{layer.tokens} tokens ({layer.grid})", *places(group)]
+        work = (sum(each.multiply_adds for each in group), sum(map(planned.average, group)))
+        style = "" if layer.patched else "dim"
+        table.add_row("\n".join(which), layer.reason, *map(giga, work), style=style, end_section=True)
+    console.print(table)
+    console.print("before, after: G (10^9) multiply-adds of these layers in one call for one image.")
+    console.print("after is the mean over the run. --json lists every layer.\n")
+    for line in planned.summary():
+        console.print(f"{line[:1].upper()}{line[1:]}.")
 
 
 app.command()(tune)
@@ -283,7 +342,11 @@ def doctor(as_json: Json = False) -> None:
     if as_json:
         data = {name: [finding.to_dict() for finding in findings] for name, findings in sections.items()}
         print(json.dumps({"healthy": healthy(sections), **data}, indent=2))
-    else:
-        print_findings(sections)
+    marks = {"ok": ("ok", "green"), "missing": ("missing", "red"), "optional": ("not there", "yellow"), "info": ("",)}
+    for name, findings in sections.items() if not as_json else ():
+        table = Table(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+        for finding in findings:
+            table.add_row(Text(*marks[finding.status]), finding.name, finding.value, finding.remedy)
+        output().print(table, "", sep="\n")
     if not healthy(sections):
         raise typer.Exit(1)

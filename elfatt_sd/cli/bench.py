@@ -17,7 +17,7 @@ from elfatt_sd.cli.names import ALONE, METHODS, PEER, PEERS, SHAPE_NAMES, UNET_N
 from elfatt_sd.cli.options import MODELS, Device, Dtype, Variant
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
-from elfatt_sd.progress import Forecast, progress_of
+from elfatt_sd.progress import progress_of
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
@@ -162,7 +162,7 @@ def pipeline(
     variant: Variant = None,
 ) -> None:
     """A whole pipeline with guidance, from prompt to image."""
-    from elfatt_sd.cli.preflight import check_steps
+    from elfatt_sd.cli.options import check_steps
 
     check_steps(model, steps)
     chosen = _check(model, variant, device, dtype, sizes)
@@ -191,7 +191,7 @@ def _given(**settings: Any) -> dict[str, Any]:
 def _check(model: str, variant: str | None, device: str, dtype: str, sizes: Sequence[str]) -> list[Size]:
     """Check what can be checked before anything is loaded, and return the sizes of images."""
     from elfatt_sd.benchmarking.variants import height_and_width, read_size
-    from elfatt_sd.cli.preflight import check_sizes
+    from elfatt_sd.cli.options import check_sizes
     from elfatt_sd.loading import check_model, check_names, pick_device
 
     chosen = [*map(read_size, sizes)]
@@ -228,8 +228,7 @@ def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None
     bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
     quiet_libraries()
     try:
-        with progress_of("calls") as tell:
-            session.progress = Forecast(tell)
+        with progress_of("calls") as session.progress:
             bench(session=session, **options)
     finally:
         _show(session)

@@ -228,7 +228,7 @@ def verify_command(
 
 def _check_early(protocol: Protocol, out: Path) -> None:
     """Check folder, device, model and size, before anything is loaded."""
-    from elfatt_sd.cli.preflight import check_sizes, check_steps
+    from elfatt_sd.cli.options import check_sizes, check_steps
     from elfatt_sd.evaluation.extraction import check_exists
     from elfatt_sd.evaluation.prompts import read_prompts
     from elfatt_sd.loading import check_model, check_names, pick_device

@@ -1,20 +1,93 @@
-"""What commands that load a model share: their options, and the model with how it is loaded."""
+"""Groups of options that several commands have: the patch, the model with how it is loaded, and the drawing."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elfatt_sd.cli.console import adds_options, complain, quiet_libraries
-from elfatt_sd.cli.names import SCHEDULERS
+from elfatt_sd.cli.console import adds_options, complain, name_and_value, optional, options_of, quiet_libraries
+from elfatt_sd.cli.names import BACKENDS, BLOCK_ORDERS, DEFAULT, METHODS, SCHEDULERS, SHAPE_NAMES
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.toy import EMBEDDED
 
 if TYPE_CHECKING:
     from elfatt_sd.drawing.studio import Request
+
+_patch = functools.partial(typer.Option, rich_help_panel="The patch")
+
+
+@dataclass
+class Patch:
+    """A method and its settings."""
+
+    method: Annotated[
+        str | None,
+        _patch(
+            autocompletion=lambda: list(METHODS),
+            help=f"One of {', '.join(METHODS)}, or package.module:Class; {DEFAULT} if nothing is given.",
+        ),
+    ] = None
+    config_file: Annotated[
+        Path | None,
+        _patch("--config", metavar="FILE", help="Instead of a method, what `patch --save` or `tune --save` wrote."),
+    ] = None
+    ratio: Annotated[float | None, _patch(help="Fraction of the tokens that are merged, 0 to less than 1.")] = None
+    stride: Annotated[int | None, _patch(help="One merge destination for each cell of this many tokens a side.")] = None
+    block_size: Annotated[
+        int | None, _patch(help="Tokens in a block; for sampled keys, how many every query sees.")
+    ] = None
+    block_order: Annotated[str | None, _patch(help=f"Which tokens share a block: {', '.join(BLOCK_ORDERS)}.")] = None
+    agents: Annotated[int | None, _patch(help="Number of agent tokens, where they are pooled.")] = None
+    active_fraction: Annotated[
+        float | None, _patch(help="Fraction of the run in which the method's own attention is active, 0 to 1.")
+    ] = None
+    max_downsample: Annotated[int | None, _patch(help="Deepest level to patch: 1, 2, 4 or 8.")] = None
+    patch_seed: Annotated[int | None, _patch(help="Seed of random merge destinations, blocks and sampled keys.")] = None
+    rand: Annotated[bool | None, _patch("--rand/--no-rand", help="Random or fixed merge destinations.")] = None
+    attention_backend: Annotated[str | None, _patch(help=f"One of {', '.join(BACKENDS)}.")] = None
+    autotune: Annotated[
+        bool, _patch("--autotune", help="Leave alone the layers that measure slower on this device.")
+    ] = False
+    set: Annotated[
+        list[str] | None, _patch(metavar="NAME=VALUE", help="Any other setting, such as fp32_logits=true.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        from elfatt_sd.config import PatchConfig, known_method
+
+        names = {"patch_seed": "seed", "rand": "use_rand"}
+        settings = {names.get(name, name): value for name, value in vars(self).items() if value is not None}
+        for name in ("method", "config_file", "autotune", "set"):
+            settings.pop(name, None)
+        settings |= dict(map(name_and_value, self.set or ()))
+        if self.config_file is None:
+            known = known_method(DEFAULT if self.method is None else self.method)
+            config = PatchConfig.preset(known)
+            source = json.dumps(self.method if ":" in (self.method or "") else known)  # its import registers a class
+        elif self.method is None:
+            config, source = PatchConfig.load(self.config_file), _from_file(self.config_file)
+        else:
+            raise ElfattError(
+                f"method={self.method!r} and config={str(self.config_file)!r} exclude each other; give one of them."
+            )
+        written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * self.autotune
+        self.config = config.with_settings(**settings)
+        self.arguments = source + written  # those of `apply_patch` that say the same in Python
+
+    def save(self, path: Path) -> None:
+        self.config.save(path)
+        self.arguments = _from_file(path) + ", autotune=True" * self.autotune
+
+
+def _from_file(path: Path) -> str:
+    return f"elfatt_sd.PatchConfig.load({str(path)!r})"
+
 
 MODELS = f"{', '.join(EMBEDDED)}, a diffusers directory, a hub id, or a .safetensors file"
 STEPS, GUIDANCE = (
@@ -22,35 +95,23 @@ STEPS, GUIDANCE = (
     "otherwise the pipeline's own."
     for text, field in (("Denoising steps", "steps"), ("Guidance scale", "guidance"))
 )
-Model = Annotated[str, typer.Option(help=f"{MODELS}.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
-AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")]
 Variant = Annotated[str | None, typer.Option(help="Variant of the weights: fp16 loads *.fp16.safetensors.")]
-NegativePrompt = Annotated[str | None, typer.Option(help="Prompt that guidance leads away from.")]
-Scheduler = Annotated[
-    str | None,
-    typer.Option(
-        autocompletion=lambda: list(SCHEDULERS),
-        help=f"{', '.join(SCHEDULERS)}, or diffusers' class; the model's own if not given.",
-    ),
-]
 Height = Annotated[int | None, typer.Option(help="Height in pixels, a multiple of 8; the model's own if not given.")]
 Width = Annotated[int | None, typer.Option(help="Width in pixels, a multiple of 8; the model's own if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "steps": (Annotated[int | None, typer.Option(help=STEPS)], None),
-    "guidance": (Annotated[float | None, typer.Option(help=GUIDANCE)], None),
+    "steps": optional(int, help=STEPS),
+    "guidance": optional(float, help=GUIDANCE),
     "height": (Height, None),
     "width": (Width, None),
-    "negative_prompt": (NegativePrompt, None),
-    "scheduler": (Scheduler, None),
-}
-SOURCE_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "device": (Device, "auto"),
-    "dtype": (Dtype, "auto"),
-    "allow_pickle": (AllowPickle, False),
-    "variant": (Variant, None),
+    "negative_prompt": optional(str, help="Prompt that guidance leads away from."),
+    "scheduler": optional(
+        str,
+        autocompletion=lambda: list(SCHEDULERS),
+        help=f"{', '.join(SCHEDULERS)}, or diffusers' class; the model's own if not given.",
+    ),
 }
 
 
@@ -59,10 +120,12 @@ class Source:
     """A model and how it is loaded; see `load_pipeline`."""
 
     model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    allow_pickle: bool = False
-    variant: str | None = None
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")
+    ] = False
+    variant: Variant = None
 
     def check(self) -> None:
         """Check what can be checked before it is loaded."""
@@ -74,8 +137,6 @@ class Source:
 
     def load_for(self, request: Request) -> Any:
         """Check all that can be checked, and load the pipeline for what is to be drawn."""
-        from elfatt_sd.cli.preflight import check_sizes, check_steps
-
         self.check()
         check_steps(self.model, request.steps)
         check_sizes(self.model, [(request.height, request.width)])
@@ -84,13 +145,47 @@ class Source:
         return self.load()
 
     def load(self) -> Any:
-        """Load the pipeline."""
         from elfatt_sd.loading import load_pipeline
 
         quiet_libraries()
-        return load_pipeline(
-            self.model, device=self.device, dtype=self.dtype, allow_pickle=self.allow_pickle, variant=self.variant
-        )
+        return load_pipeline(**vars(self))
+
+    def python(self) -> str:
+        """Return the line of Python that does the same."""
+        given = json.dumps("path/or/hub-id" if self.model in SHAPE_NAMES else self.model)
+        given += ", allow_pickle=True" * self.allow_pickle
+        given += f", variant={json.dumps(self.variant)}" if self.variant else ""
+        return f"pipe = elfatt_sd.load_pipeline({given})"
+
+
+def check_steps(model: str, steps: int | None) -> None:
+    """Refuse more steps than a directory's scheduler has timesteps, before the model is loaded."""
+    try:
+        data = json.loads((_folder(model) / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+        most = int(data["num_train_timesteps"])
+    except (OSError, ValueError, LookupError, TypeError):  # seen when it is loaded
+        return
+    if steps is not None and steps > most:
+        raise ElfattError(f"steps={steps} is not accepted; give a whole number from 1 to {most}.")
+
+
+def check_sizes(model: str | Path, sizes: Iterable[tuple[int | None, int | None]]) -> None:
+    """Refuse sizes that a model cannot draw, as far as a directory or a shape tells them."""
+    from elfatt_sd.families.shapes import dimensions_of_transformer
+    from elfatt_sd.families.sizes import SHAPE_VAE, SHAPES, TRANSFORMER_NAMES, Dimensions, dimensions_in
+
+    name = str(model)
+    if name in SHAPES:
+        known: Dimensions | None = Dimensions.of(SHAPES[name], SHAPE_VAE)
+    else:
+        known = dimensions_of_transformer(name) if name in TRANSFORMER_NAMES else dimensions_in(_folder(name))
+    for height, width in sizes:
+        if known is not None:
+            known.check(height, width)
+
+
+def _folder(model: str) -> Path:
+    return EMBEDDED[model].folder if model in EMBEDDED else Path(model)
 
 
 def tell_unknown_words(prompts: list[str]) -> None:
@@ -108,9 +203,10 @@ def tell_unknown_words(prompts: list[str]) -> None:
         )
 
 
+takes_patch = adds_options("chosen", options_of(Patch), Patch)
 takes_drawing = adds_options("drawing", DRAWING_OPTIONS, dict)
 
 
 def takes_source(device: str = "auto") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    options = {**SOURCE_OPTIONS, "device": (Device, device)}
+    options = {**options_of(Source), "device": (Device, device)}
     return adds_options("source", options, lambda **given: functools.partial(Source, **given))

@@ -50,7 +50,7 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
-    from elfatt_sd.cli.preflight import check_sizes, check_steps
+    from elfatt_sd.cli.options import check_sizes, check_steps
     from elfatt_sd.drawing.running import warn_if_too_large
     from elfatt_sd.drawing.studio import check_run, read_prompts
     from elfatt_sd.tuning import tune as tune_pipeline

@@ -1,4 +1,4 @@
-"""Every bad input is one line, told before anything heavy, and leaves nothing behind."""
+"""Every bad input is one line, told before anything heavy, and leaves nothing behind; helps are quick and true."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from PIL import Image
@@ -22,9 +22,17 @@ from support.commands import PROMPT, ROOT, call, draw, files
 from syrupy.assertion import SnapshotAssertion
 
 import elfatt_sd
+from elfatt_sd import config, peers, phases
+from elfatt_sd.attention import ordering
+from elfatt_sd.benchmarking import variants as benchmarking
+from elfatt_sd.cli import names
+from elfatt_sd.cli.options import check_sizes, check_steps
+from elfatt_sd.drawing import studio
 from elfatt_sd.drawing.running import check_text_to_image
 from elfatt_sd.drawing.studio import Studio
-from elfatt_sd.files import check_writable
+from elfatt_sd.families import sizes
+from elfatt_sd.families.shapes import TRANSFORMERS
+from elfatt_sd.tuning import budget
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
@@ -50,6 +58,7 @@ generate "a red star" --set self=1
 generate "a red star" --set speed
 generate "a red star" --config x.json --method sd
 generate "a red star" --config nowhere.json
+generate "a red star" --config file
 generate "a red star" --height 60
 generate "a red star" --width -8
 generate "a red star" --steps 0
@@ -64,29 +73,55 @@ generate "a red star" --model nowhere/to/be/found
 generate "a red star" --compare --method sd
 generate "a red star" --prompt-file nowhere.txt
 generate "a red star" " "
-generate "a red star" --fast
 generate "a red star" --scheduler fast
 generate "a red star" --method elfatt-fast --ratio .5
 generate "a red star" --out file
 generate "a red star" --model file
 generate "a red star" --negative-prompt
+generate "a red star" --explain --method sd
+generate "a red star" --explain --at 1,2
+generate "a red star" --explain --at middle
+generate "a red star" --explain --step 0
 try toy "a red star" --rounds 0
 try toy "a red star" --seed -1
+try toy "a red star" --method elfat
+try toy --model nowhere/to/be/found
 try nowhere/to/be/found
 patch toy --height 12
 patch nowhere/to/be/found
+patch sd15 --autotune
 generate a red star
 generate "a red star" --height 8
 try sdxl
+tune toy
+tune toy --speed 0.9
+tune toy --closeness 30 --height 30
+tune toy --closeness 30 --prompts nowhere.txt
+tune toy --closeness 30 --save file/x.json
+tune toy --closeness 30 --save .
+tune toy --closeness 30 --steps 5000
+tune toy --closeness 30 --steps 0
+tune toy --closeness 30 --guidance nan
+tune toy --closeness 30 --seed -1
+tune toy --closeness 30 --images 0
+tune toy --closeness 30 --frames 0
+tune toy --closeness 30 --metric fid
+tune toy --closeness -5
+tune toy --closeness 500
+tune toy --closeness 30 --metric ssim
 bench unet --model toyy
 bench unet --model toy --variant fp16
 bench unet --variant fp16
 bench unet --method faster
 bench unet --size -8
+bench unet --size 0
 bench unet --repeats 0
 bench unet --dtype int8
 bench pipeline --device abacus
 bench pipeline --out file
+bench pipeline --ratio -1
+bench pipeline --steps 5000
+bench pipeline --steps 0
 eval run toy --out runs/none --model nowhere/to/be/found
 eval run toy --out runs/none --device abacus
 eval generate toy --out file
@@ -99,12 +134,17 @@ eval reference toy --reference nowhere/to/be/found
 eval score nowhere/to/be/found
 eval report nowhere/to/be/found
 eval verify nowhere/to/be/found
+bench host
 bench unet --nope
+bench unet --batch 0
 bench unet --method tome:ratio=7
+bench unet --method tomesd:agents=8
 bench unet --ratio 7
 bench unet --compile --autotune
 bench unet --memory-batch 0
+bench unet --no-memory --memory-batch 2
 bench layer --tokens 5
+bench layer --tokens -4
 bench layer --block-size 0
 """
 # What only PyTorch, a file, or the loaded model can tell.
@@ -127,6 +167,8 @@ patch bad.safetensors
 patch tiny --height 12
 patch tiny --save damaged
 patch tiny --save weights.ckpt/my.json
+patch tiny --config list.json
+patch tiny --config colour.json
 """
 RUN = """
 import json, shlex, sys
@@ -174,20 +216,28 @@ def test_help_version_and_wrong_options_import_nothing_heavy(tmp_path: Path) -> 
     assert "--install-completion" in found[0][1]
 
 
+def test_names_in_the_helps_are_those_of_the_package() -> None:
+    homes = {config: "METHODS DEFAULT", ordering: "BLOCK_ORDERS", phases: "BACKENDS", studio: "SCHEDULERS"}
+    homes |= {budget: "METRICS", sizes: "UNET_NAMES SHAPE_NAMES", peers: "PEERS", benchmarking: "PEER ALONE"}
+    for home, listed in homes.items():
+        for name in listed.split():
+            assert [*getattr(names, name)] == [*getattr(home, name)], name
+
+
 def test_wrong_input_is_one_line_and_leaves_nothing(
     model: Path, tmp_path: Path, snapshot: SnapshotAssertion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from diffusers import DiTPipeline, DiTTransformer2DModel
-
     size = {"num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 1, "sample_size": 8}
-    transformer = DiTTransformer2DModel(in_channels=4, norm_num_groups=4, **size)
-    DiTPipeline(transformer, tiny.vae(), tiny.ddim()).save_pretrained(tmp_path / "dit")
+    transformer = diffusers.DiTTransformer2DModel(in_channels=4, norm_num_groups=4, **size)
+    diffusers.DiTPipeline(transformer, tiny.vae(), tiny.ddim()).save_pretrained(tmp_path / "dit")
     shutil.copytree(model, tmp_path / "tiny")
     shutil.copytree(model, tmp_path / "damaged", ignore=lambda folder, names: {"vae"} & {*names})
     for name in ("file", "weights.ckpt", "bad.safetensors"):
         (tmp_path / name).write_text("in the way")
     (tmp_path / "empty.txt").write_text(" \n\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "colour.json").write_text('{"colour": 1}')
     monkeypatch.chdir(tmp_path)
     before, said = files(tmp_path), []
     for line in LATE.strip().splitlines():
@@ -198,40 +248,70 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
     assert "\n".join(said) == snapshot
 
 
-def test_checking_a_folder_leaves_nothing(tmp_path: Path) -> None:
-    check_writable(tmp_path / "a" / "b")
-    check_writable(tmp_path)
-    assert files(tmp_path) == []
+@pytest.mark.parametrize("name", ["toy", *sizes.TRANSFORMER_NAMES])
+def test_sizes_are_checked_before_a_model_is_loaded(name: str) -> None:
+    if name != "toy" and not hasattr(diffusers, TRANSFORMERS[name].kind):
+        pytest.skip("this diffusers does not have it")
+    check_sizes(name, [(256, 256)])
+    with pytest.raises(elfatt_sd.ElfattError, match="height=4 is not accepted"):
+        check_sizes(name, [(256, 256), (4, None)])
 
 
-def test_processes_of_one_launch_may_check_a_new_folder_at_a_time(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(check_writable, [folder] * 200))
-    assert not (tmp_path / "a").exists()
+def test_a_directory_tells_its_sizes_and_steps(tmp_path: Path) -> None:
+    (tmp_path / "transformer").mkdir()
+    config = '{"sample_size": 64, "patch_size": 2, "num_attention_heads": 16, "attention_head_dim": 72}'
+    (tmp_path / "transformer" / "config.json").write_text(config)
+    with pytest.raises(elfatt_sd.ElfattError, match="height=520 is not accepted; this model needs a multiple of 16"):
+        check_sizes(tmp_path, [(520, None)])
+    check_steps("toy", 1000)
+    with pytest.raises(elfatt_sd.ElfattError, match="steps=1001 is not accepted; give a whole number from 1 to 1000"):
+        check_steps("toy", 1001)
 
 
-def test_pipelines_that_need_more_than_a_prompt_are_refused(folder: Path) -> None:
-    from diffusers import StableDiffusionImg2ImgPipeline
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sample_size": 64}'])
+def test_a_configuration_that_tells_nothing_is_left_to_the_loader(text: str, tmp_path: Path) -> None:
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text(text)
+    check_sizes(tmp_path, [(8, 8)])
+    check_sizes("owner/name", [(8, 8)])
+    check_steps(str(tmp_path), 10**6)
 
-    pipe = StableDiffusionImg2ImgPipeline(**tiny.sd15_parts(folder), requires_safety_checker=False)
+
+def test_models_for_other_inputs_are_refused_before_a_run(folder: Path) -> None:
+    check_text_to_image(tiny.sd15(folder))
+    for channels in (5, 9):
+        with pytest.raises(elfatt_sd.ElfattError, match=f"the UNet takes {channels} channels, and a StableDiffusion"):
+            check_text_to_image(tiny.sd15(folder, in_channels=channels))
+    pipe = diffusers.StableDiffusionImg2ImgPipeline(**tiny.sd15_parts(folder), requires_safety_checker=False)
     with pytest.raises(elfatt_sd.ElfattError, match="Img2ImgPipeline needs more than a prompt"):
         check_text_to_image(pipe)
 
 
-def test_failures_have_exit_code_one_and_show_where_on_request(model: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("out of luck\nsecond line"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0"),
+        elfatt_sd.config.ElfattFailure("the hub is away."),
+    ],
+    ids=["luck", *("MemoryError", "RuntimeError", "OutOfMemoryError", "ElfattFailure")],
+)
+def test_failures_are_told_in_plain_words(
+    model: Path, monkeypatch: Any, error: Exception, snapshot: SnapshotAssertion
+) -> None:
     def explode(*_: object, **__: object) -> None:
-        raise RuntimeError("out of luck\nsecond line")
+        raise error
 
     monkeypatch.setattr("elfatt_sd.loading.load_pipeline", explode)
     result = call("patch", model)
     assert result.exit_code == 1
-    assert result.stderr == "error: RuntimeError: out of luck (--debug shows where)\n"
+    assert told(repr(error), result.stderr) == snapshot
     for words in (["--debug", "patch", model], ["patch", model, "--debug"]):
         result = call(*words)
         assert result.exit_code == 1
-        assert "Traceback" in result.stderr
-        assert "in explode" in result.stderr
+        assert "Traceback" in result.stderr and "in explode" in result.stderr
 
 
 def test_interrupting_keeps_what_is_finished(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -260,17 +340,17 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(model: Path, tmp_path: 
     assert files(tmp_path) == []
 
 
-def test_words_without_quotes_are_drawn_where_each_is_meant(model: Path, tmp_path: Path) -> None:
-    words = ["generate", "a", "red", "star", "--model", model, "--steps", 1, "--out", tmp_path]
-    assert call(*words, "--each").exit_code == 0
-    assert len(list(tmp_path.glob("*.png"))) == 3
-    assert draw(model, tmp_path / "one").stderr == ""
-
-
 @pytest.mark.filterwarnings("default::UserWarning")
-def test_a_size_far_below_the_model_s_own_is_warned_of(model: Path, tmp_path: Path) -> None:
-    result = draw(model, tmp_path, "--height", 8, "--width", 8)
-    assert "warning: the model is made for images of 32x32; expect poor ones at 8x8." in result.stderr
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--height", 8, "--width", 8], "the model is made for images of 32x32; expect poor ones at 8x8.\n"),
+        (["--method", "tome", "--agents", 7], "method 'tome' has no setting agents.\n"),
+        (["--guidance", 1, "--negative-prompt", "blue"], "negative_prompt has no effect with guidance=1"),
+    ],
+)
+def test_what_has_no_good_effect_is_warned_of(model: Path, tmp_path: Path, words: list[Any], says: str) -> None:
+    assert f"warning: {says}" in draw(model, tmp_path, *words, "--steps", 1).stderr
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
@@ -283,32 +363,3 @@ def test_a_size_that_cannot_fit_is_warned_of_and_fails_in_one_line(model: Path, 
     assert warning.startswith(f"warning: an image of {side}x{side} needs about ") and "are free on cpu" in warning
     assert error.startswith("error: out of memory: ") and "give a smaller height and width" in error
     assert files(tmp_path) == []
-
-
-def test_models_for_other_inputs_are_refused_before_a_run(folder: Path) -> None:
-    for channels in (5, 7, 8, 9):
-        with pytest.raises(elfatt_sd.ElfattError, match=f"the UNet takes {channels} channels, and a StableDiffusion"):
-            check_text_to_image(tiny.sd15(folder, in_channels=channels))
-    check_text_to_image(tiny.sd15(folder))
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes"),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0"),
-        elfatt_sd.config.ElfattFailure("the hub is away."),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_failures_are_told_in_plain_words(
-    model: Path, monkeypatch: Any, error: Exception, snapshot: SnapshotAssertion
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("elfatt_sd.loading.load_pipeline", fail)
-    result = call("patch", model)
-    assert result.exit_code == 1
-    assert told(repr(error), result.stderr) == snapshot

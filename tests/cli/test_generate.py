@@ -1,4 +1,4 @@
-"""`elfatt-sd generate`: what it writes and what it prints."""
+"""`elfatt-sd generate`: what it writes, what it prints, and what it explains."""
 
 from __future__ import annotations
 
@@ -48,49 +48,35 @@ def test_generate_writes_a_picture_with_its_settings(model: Path, tmp_path: Path
 
 
 def test_generate_draws_what_python_draws(model: Path, tmp_path: Path) -> None:
-    draw(
-        model,
-        tmp_path,
-        "--seed",
-        3,
-        "--device",
-        "cpu",
-        "--agents",
-        9,
-        "--no-rand",
-        "--block-order",
-        "spread",
-        "--patch-seed",
-        5,
-    )
+    words = ["--agents", 9, "--no-rand", "--block-order", "spread", "--patch-seed", 5]
+    words += ["--seed", 3, "--device", "cpu", "--negative-prompt", "blue", "--scheduler", "ddim"]
+    draw(model, tmp_path, *words)
+    path = tmp_path / "0001-a-red-star.png"
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert (record["negative_prompt"], record["scheduler"]) == ("blue", "DDIMScheduler")
     pipe = elfatt_sd.load_pipeline(model, device="cpu")
+    pipe.scheduler = generation.make_scheduler("ddim", pipe.scheduler)
     pipe.set_progress_bar_config(disable=True)
+
+    def drawn() -> bytes:
+        given = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(3)}
+        picture: Image.Image = pipe(PROMPT, negative_prompt="blue", **given).images[0]
+        return picture.tobytes()
+
     elfatt_sd.apply_patch(pipe, "elfatt", agents=9, use_rand=False, block_order="spread", seed=5)
-    expected = pipe(PROMPT, num_inference_steps=2, generator=torch.Generator().manual_seed(3)).images[0]
-    assert pixels(tmp_path / "0001-a-red-star.png") == expected.tobytes()
-    untouched = elfatt_sd.remove_patch(pipe)
-    unpatched = untouched(PROMPT, num_inference_steps=2, generator=torch.Generator().manual_seed(3)).images[0]
-    assert expected.tobytes() != unpatched.tobytes()
+    assert pixels(path) == drawn()
+    elfatt_sd.remove_patch(pipe)
+    assert pixels(path) != drawn()
 
 
-def test_pictures_count_seeds_up_and_do_not_depend_on_each_other(model: Path, tmp_path: Path) -> None:
-    draw(model, tmp_path / "both", "--num-images", 2, "--seed", 4)
-    draw(model, tmp_path / "second", "--seed", 5)
-    both = sorted((tmp_path / "both").glob("*.png"))
-    assert [json.loads(path.with_suffix(".json").read_text())["seed"] for path in both] == [4, 5]
-    assert pixels(both[1]) == pixels(tmp_path / "second" / "0001-a-red-star.png") != pixels(both[0])
-
-
-def test_existing_files_are_kept(model: Path, tmp_path: Path) -> None:
+def test_pictures_count_seeds_up_do_not_depend_on_each_other_and_replace_none(model: Path, tmp_path: Path) -> None:
     (tmp_path / "0007-mine.png").write_bytes(b"mine")
-    draw(model, tmp_path)
-    draw(model, tmp_path)
-    assert [name for name in files(tmp_path) if name.endswith("png")] == [
-        "0007-mine.png",
-        "0008-a-red-star.png",
-        "0009-a-red-star.png",
-    ]
-    assert (tmp_path / "0007-mine.png").read_bytes() == b"mine"
+    draw(model, tmp_path, "--num-images", 2, "--seed", 4)
+    draw(model, tmp_path, "--seed", 5)
+    mine, first, second, again = sorted(tmp_path.glob("*.png"))
+    assert again.name == "0010-a-red-star.png" and mine.read_bytes() == b"mine"
+    assert [json.loads(path.with_suffix(".json").read_text())["seed"] for path in (first, second)] == [4, 5]
+    assert pixels(second) == pixels(again) != pixels(first)
 
 
 def test_compare_shows_both_and_says_how_they_differ(model: Path, tmp_path: Path) -> None:
@@ -109,7 +95,11 @@ def test_compare_shows_both_and_says_how_they_differ(model: Path, tmp_path: Path
         assert untouched.tobytes() in columns
 
 
-def test_compare_leaves_the_pipeline_as_it_was_and_labels_both(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(("last", "told"), [(2.2, False), (6.0, True)])
+def test_each_patched_image_stands_between_untouched_ones(
+    pipe: Any, tmp_path: Path, monkeypatch: Any, last: float, told: bool
+) -> None:
+    set_clock(monkeypatch, [9, 9, 2, 1, 2, 1, last])  # two warm-ups; an untouched image is of both its neighbours
     labels: list[tuple[str, str]] = []
     side_by_side = generation.side_by_side
 
@@ -118,25 +108,12 @@ def test_compare_leaves_the_pipeline_as_it_was_and_labels_both(model: Path, tmp_
         return side_by_side(pictures, captions, title)
 
     monkeypatch.setattr(generation, "side_by_side", keep)
-    set_clock(monkeypatch, [9, 9, 4, 2, 4])  # two warm-ups, then the patched image between untouched ones
-    pipe = elfatt_sd.load_pipeline(model, device="cpu")
     before = dict(pipe.unet.attn_processors)
-    request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, compare=True)
-    [result] = Studio(pipe, request, tmp_path).results()
-    assert pipe.unet.attn_processors == before
-    assert labels == [
-        ("untouched, 4.00 s", ""),
-        ("tome, 2.00 s", f"2.00 times as fast, PSNR {result.psnr_db:.1f} dB"),
-    ]
-
-
-@pytest.mark.parametrize(("last", "told"), [(2.2, False), (6.0, True)])
-def test_each_patched_image_stands_between_untouched_ones(
-    pipe: Any, tmp_path: Path, monkeypatch: Any, last: float, told: bool
-) -> None:
-    set_clock(monkeypatch, [9, 9, 2, 1, 2, 1, last])  # two warm-ups; an untouched image is of both its neighbours
     request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, num_images=2, compare=True)
     first, second = Studio(pipe, request, tmp_path).results()
+    assert pipe.unet.attn_processors == before
+    close = f"2.00 times as fast, PSNR {first.psnr_db:.1f} dB"
+    assert labels[:2] == [("untouched, 2.00 s", ""), ("tome, 1.00 s", close)]
     assert [result.untouched for result in (first, second)] == [pytest.approx((2, 2)), pytest.approx((2, last))]
     assert "patched 1.00 s: 2.00 times as fast" in first.summary() and "busy" not in first.summary()
     assert ("the machine was busy: equal runs took 2.00 to 6.00 s" in second.summary()) == told
@@ -145,16 +122,7 @@ def test_each_patched_image_stands_between_untouched_ones(
     assert record["speed_ratio"] == pytest.approx(1 + last / 2)
 
 
-def test_progress_reports_every_step(model: Path, tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    pipe = elfatt_sd.load_pipeline(model, device="cpu")
-    request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("sd"), steps=3)
-    list(Studio(pipe, request, tmp_path, lambda step, steps: seen.append((step, steps))).results())
-    assert seen == [(1, 3), (2, 3), (2, 3), (3, 3)]  # PLMS calls the UNet once more than there are steps
-
-
 def test_a_terminal_shows_progress(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    assert "steps" not in draw(model, tmp_path).stderr
     monkeypatch.setenv("FORCE_COLOR", "1")
     shown = draw(model, tmp_path, "--num-images", 2).stderr
     assert "image 2 of 2" in shown
@@ -163,12 +131,16 @@ def test_a_terminal_shows_progress(model: Path, tmp_path: Path, monkeypatch: Any
 
 @pytest.mark.filterwarnings("default")
 def test_a_long_list_of_prompts_is_told_of_in_a_line(model: Path, tmp_path: Path) -> None:
-    words = ["abcdefgh"[number] * 90 for number in range(8)]
-    (tmp_path / "prompts.txt").write_text("\n".join([*words, *words]), encoding="utf-8-sig")
+    words = ["", "  a grüne ring ", *("abcdefgh"[number] * 90 for number in range(8))]
+    (tmp_path / "prompts.txt").write_text("\n".join(words), encoding="utf-8-sig")
     shown = draw(model, tmp_path / "out", "--prompt-file", tmp_path / "prompts.txt", "--steps", 1).stderr
     assert shown.count("cut off") == 1
-    assert "8 of 9 prompts are cut off: the text encoder takes 75 tokens, and the first of them has 90" in shown
-    assert metadata(sorted((tmp_path / "out").glob("*.png"))[1])["prompt"] == words[0]
+    cut = (
+        "8 of 10 prompts are cut off: the text encoder takes 75 tokens, and the first of them has 90, without 'aaaaaaa"
+    )
+    assert cut in shown
+    pictures = sorted((tmp_path / "out").glob("*.png"))
+    assert [metadata(path)["prompt"] for path in pictures] == [PROMPT, "a grüne ring", *words[2:]]
 
 
 def test_images_that_are_written_are_let_go(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -186,13 +158,6 @@ def test_images_that_are_written_are_let_go(model: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(Studio, "draw", counting)
     draw(model, tmp_path, "--num-images", 5, "--steps", 1)
     assert alive[-1] <= 1
-
-
-def test_prompts_come_from_words_and_from_a_file(model: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompts.txt").write_text("\n  a blue moon \n\na grüne ring\n", encoding="utf-8")
-    draw(model, tmp_path / "out", "--prompt-file", tmp_path / "prompts.txt")
-    pictures = sorted((tmp_path / "out").glob("*.png"))
-    assert [metadata(path)["prompt"] for path in pictures] == [PROMPT, "a blue moon", "a grüne ring"]
 
 
 def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -239,11 +204,8 @@ def test_what_is_no_image_is_pointed_out_and_not_compared(
     assert check.exit_code == 2 and f"error: the untouched image {says}" in check.stderr
 
 
-def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from elfatt_sd import loading as pipelines
-
-    loaded = pipelines.load_pipeline(model, device="cpu")
-    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
+def test_the_toy_names_the_words_it_knows(pipe: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("elfatt_sd.loading.load_pipeline", lambda *_, **__: pipe)
     result = call("generate", "a purple cat", "--steps", 1, "--out", tmp_path)
     assert result.exit_code == 0
     assert result.stderr.startswith("note: the toy does not know 'cat'; it draws one of circle, square")
@@ -251,17 +213,10 @@ def test_the_toy_names_the_words_it_knows(model: Path, tmp_path: Path, monkeypat
     assert call("generate", "a purple star", "--steps", 1, "--out", tmp_path).stderr == ""
 
 
-def test_steps_and_guidance_that_are_not_given(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from elfatt_sd import loading as pipelines
-
-    loaded = pipelines.load_pipeline(model, device="cpu")
-    monkeypatch.setattr(pipelines, "load_pipeline", lambda *_, **__: loaded)
-    for name, expected in (("toy", (25, 3)), ("toy-dit", (12, 1)), ("owner/another", (50, 7.5))):
-        assert call("generate", "a red star", "--model", name, "--out", tmp_path / name).exit_code == 0
-        record = json.loads((tmp_path / name / "0001-a-red-star.json").read_text())
-        assert (record["steps"], record["guidance"]) == expected
-    shown = " ".join(call("generate", "--help").stdout.replace("│", "").split())
-    assert "Guidance scale; if not given 3 for toy, 1 for toy-dit, otherwise the pipeline's own." in shown
+@pytest.mark.parametrize(("name", "expected"), [("toy", (25, 3)), ("toy-dit", (12, 1)), ("owner/another", (50, 7.5))])
+def test_steps_and_guidance_that_are_not_given(pipe: Any, tmp_path: Path, name: str, expected: Any) -> None:
+    studio = Studio(pipe, Request((PROMPT,), elfatt_sd.PatchConfig.preset("sd"), model=name), tmp_path)
+    assert (studio.steps, studio.guidance) == expected
 
 
 def test_names_are_safe_and_short(tmp_path: Path) -> None:
@@ -271,48 +226,31 @@ def test_names_are_safe_and_short(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("default::UserWarning")
-def test_settings_without_effect_are_warned_of(model: Path, tmp_path: Path) -> None:
-    result = draw(model, tmp_path, "--method", "tome", "--agents", 7)
-    assert result.stderr == "warning: method 'tome' has no setting agents.\n"
-
-
-def test_a_negative_prompt_and_a_scheduler(model: Path, tmp_path: Path) -> None:
-    draw(model, tmp_path, "--device", "cpu", "--method", "sd", "--negative-prompt", "blue", "--scheduler", "ddim")
-    path = tmp_path / "0001-a-red-star.png"
-    record = json.loads(path.with_suffix(".json").read_text())
-    assert (record["negative_prompt"], record["scheduler"]) == ("blue", "DDIMScheduler")
-    pipe = elfatt_sd.load_pipeline(model, device="cpu")
-    pipe.scheduler = generation.make_scheduler("ddim", pipe.scheduler)
-    pipe.set_progress_bar_config(disable=True)
-    given = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(0)}
-    assert pixels(path) == pipe(PROMPT, negative_prompt="blue", **given).images[0].tobytes()
-
-
-@pytest.mark.filterwarnings("default::UserWarning")
-def test_a_negative_prompt_without_guidance_has_no_effect(model: Path, tmp_path: Path) -> None:
-    result = draw(model, tmp_path, "--guidance", 1, "--negative-prompt", "blue")
-    assert "warning: negative_prompt has no effect with guidance=1" in result.stderr
-
-
-def test_a_scheduler_that_does_not_fit_lists_those_that_do(model: Path) -> None:
-    from diffusers import DDIMScheduler, DDPMWuerstchenScheduler
-
-    with pytest.raises(elfatt_sd.ElfattError, match="scheduler='ddim' does not fit the model's DDPMWuer"):
-        generation.make_scheduler("ddim", DDPMWuerstchenScheduler())
-    made = generation.make_scheduler("dpm++", DDIMScheduler(prediction_type="v_prediction"))
-    assert (type(made).__name__, made.config.prediction_type) == ("DPMSolverMultistepScheduler", "v_prediction")
-
-
-@pytest.mark.filterwarnings("default::UserWarning")
-def test_what_is_cut_off_a_long_prompt_is_named(model: Path, tmp_path: Path) -> None:
-    result = call("generate", "x" * 80, "--model", model, "--steps", 1, "--out", tmp_path)
-    assert "the text encoder takes 75 tokens, and the first of them has 80, without 'xxxxx'" in result.stderr
-
-
-@pytest.mark.filterwarnings("default::UserWarning")
 def test_a_comparison_of_identical_images_says_so(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(generation, "psnr", lambda *_: float("inf"))
     result = draw(model, tmp_path, "--compare", "--method", "elfatt-fast", "--active-fraction", 0.01)
     assert "identical: elfatt-fast changed nothing in this run, of which it approximates no step" in result.stdout
     assert "times as fast" not in result.stdout
     assert json.loads((tmp_path / "0001-a-red-star.json").read_text())["identical"] is True
+
+
+def test_words_without_quotes_are_drawn_where_each_is_meant(model: Path, tmp_path: Path) -> None:
+    result = call("generate", "a", "red", "--model", model, "--steps", 1, "--out", tmp_path, "--each")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert len(list(tmp_path.glob("*.png"))) == 2
+
+
+def test_what_was_seen_is_written_beside_each_image(model: Path, tmp_path: Path) -> None:
+    words = ["--method", "tome", "--num-images", 2, "--compare", "--step", 2]
+    result = draw(model, tmp_path, *words, "--explain")
+    written = [name for name in files(tmp_path) if "explained" in name]
+    assert written == ["0001-a-red-star-explained-step-2.png", "0002-a-red-star-explained-step-2.png"]
+    assert all(str(tmp_path / name) in result.stdout for name in written)
+    with Image.open(tmp_path / written[0]) as image:
+        assert image.width > 1000
+
+
+def test_several_layers_have_files_of_their_own(model: Path, tmp_path: Path) -> None:
+    draw(model, tmp_path, "--method", "tome", "--explain", "--layer", "up_blocks.*", "--step", 1, "--at", "0.1,0.9")
+    written = [name for name in files(tmp_path) if "explained" in name]
+    assert written[0] == "0001-a-red-star-explained-layer-1-step-1.png" and len(written) > 1

@@ -263,9 +263,9 @@ def test_it_gets_a_row_in_a_bench(module: str, pipe: Any) -> None:
 
 
 def test_it_is_a_method_on_the_command_line(module: str, tmp_path: Path) -> None:
-    from elfatt_sd.cli.console import choose
+    from elfatt_sd.cli.options import Patch
 
-    chosen = choose(method=module, set=["factor=0.5"])
+    chosen = Patch(method=module, set=["factor=0.5"])
     assert chosen.config.phases[0].attention.factor == 0.5  # type: ignore[attr-defined]
     chosen.config.save(tmp_path / "own.json")
     assert PatchConfig.load(tmp_path / "own.json") == chosen.config

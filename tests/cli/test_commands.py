@@ -1,0 +1,155 @@
+"""`elfatt-sd bench`, `try` and `tune`, and the command as a process of its own: Ctrl-C, and a bar beside a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import PROMPT, ROOT, call, files, pixels
+
+import elfatt_sd
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.drawing.studio import Studio
+
+pytestmark = pytest.mark.usefixtures("library_chatter", "own_cache")
+LAYER = ("bench", "layer", "--tokens", 64, "--repeats", 1, "--no-memory", "--dtype", "float32")
+
+
+def test_bench_prints_and_saves(tmp_path: Path) -> None:
+    """A second time, too: a benchmark begins again."""
+    for words, table in (([], "64 tokens, batch 2, layer"), (["--markdown"], "\n| layer | tomesd 0.5 | ")):
+        result = call(*LAYER, *words, "--out", tmp_path / "out")
+        assert result.exit_code == 0, result.output
+        assert table in result.stdout
+        assert ("|" in result.stdout) == bool(words) and "nbsp" not in result.stdout
+        assert re.match(r"64 tokens, batch 2, attention: 0 of \d+ calls done\n", result.stderr)
+        assert files(tmp_path / "out") == ["layer.json", "layer.md", "layer.png"]
+
+
+def test_bench_shows_a_bar_that_counts_calls(monkeypatch: Any) -> None:
+    """Rounds times variants of all sizes, and the warm-up of each."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = call(*LAYER, "--tokens", 256, "--repeats", 2)
+    counts = [(int(done), int(total)) for done, total in re.findall(r"(\d+)/(\d+) calls", shown.stderr)]
+    variants = counts[-1][0] / 3 / 2  # a warm-up and two rounds, at two sizes
+    assert counts[-1][0] == counts[-1][1] and variants.is_integer()
+    assert min(total for _, total in counts) > counts[-1][1] - 3 * variants, "only warm-ups come as a surprise"
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
+
+
+def test_try_draws_every_method_and_recommends(model: Path, tmp_path: Path) -> None:
+    result = call("try", model, "a", "red", "star", "--steps", 6, "--rounds", 1, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    drawn = re.findall(r"^([a-z-]+), round 1 of 1", result.stdout, re.MULTILINE)
+    assert drawn == ["untouched", *elfatt_sd.METHODS[1:]]
+    assert "PSNR to untouched, dB" in result.stdout
+    assert files(tmp_path) == ["0001-a-red-star.json", "0001-a-red-star.png"]
+
+
+def test_try_keeps_what_is_finished_when_it_is_stopped(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    drawn, calls = Studio.draw, []
+
+    def third_is_interrupted(self: Studio, *given: Any, **named: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return drawn(self, *given, **named)
+
+    monkeypatch.setattr(Studio, "draw", third_is_interrupted)
+    result = call("try", model, PROMPT, "--steps", 2, "--out", tmp_path, "--method", "agent", "--method", "tome")
+    assert result.exit_code == 130
+    assert result.stderr == "error: stopped; what was finished stays\n"
+    record = json.loads((tmp_path / "0001-a-red-star.json").read_text())
+    assert [row["method"] for row in record["methods"]] == ["sd", "agent"]
+
+
+def test_several_prompts_or_models_are_a_sheet(model: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.symlink_to(model)
+    words = ["--model", other, "--prompt", "a dog", "--method", "tome", "--steps", 4, "--rounds", 1]
+    result = call("try", model, "a", "red", "star", *words, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert files(tmp_path / "out") == ["0001-demo-sheet.json", "0001-demo-sheet.png"]
+    assert str(tmp_path / "out" / "0001-demo-sheet.png") in result.stdout
+    trials = json.loads((tmp_path / "out" / "0001-demo-sheet.json").read_text())["trials"]
+    assert [trial["prompt"] for trial in trials] == ["a red star", "a dog"] * 2
+    assert [trial["model"] for trial in trials] == [str(model)] * 2 + [str(other)] * 2
+
+
+SMALL = ("--closeness", 20, "--steps", 2, "--images", 2, "--no-presets")
+
+
+def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> None:
+    prompts, save, out = tmp_path / "prompts.txt", tmp_path / "tuned.json", tmp_path / "page"
+    prompts.write_text("a cat\na dog\n")
+    result = call("tune", model, *SMALL, "--prompts", prompts, "--save", save, "--out", out, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["asked"] == {"closeness": 20.0, "speed": None, "memory": None}
+    assert PatchConfig.load(save)
+    assert "index.html" in files(out)
+
+
+def test_what_is_found_is_printed_where_it_cannot_be_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, *_: object) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("elfatt_sd.config.write_json", full)
+    save = tmp_path / "tuned.json"
+    result = call("tune", model, *SMALL, "--save", save)
+    assert result.exit_code == 2
+    assert f"'{save}' cannot be written" in result.stderr
+    assert result.stdout.startswith(("tuned: ", "untouched: "))
+    assert "asked for: PSNR 20.0 dB at least" in result.stdout
+    PatchConfig.from_dict(json.loads(result.stdout.splitlines()[-1]))
+
+
+def test_paths_go_to_a_pipe_beside_a_bar() -> None:
+    """`elfatt-sd generate > list` at a terminal: the bar is drawn there, and the list is in the file."""
+    script = "from elfatt_sd.cli import progress\nwith progress(1):\n    print('a path')"
+    ours, terminal = os.openpty()
+    try:
+        environment = {**os.environ, "TERM": "xterm"}
+        done = subprocess.run([sys.executable, "-c", script], stdout=-1, stderr=terminal, env=environment, check=True)
+    finally:
+        os.close(terminal)
+    drawn = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert done.stdout == b"a path\n"
+    assert b"preparing" in drawn and b"a path" not in drawn
+
+
+def heed_control_c() -> None:
+    """Undo that whoever started the tests in the background has SIGINT ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def test_control_c_is_one_line_and_finished_pictures_stay(model: Path, tmp_path: Path) -> None:
+    """Of the launcher of a checkout, from any folder."""
+    words = ["generate", PROMPT, "--model", model, "--steps", 1, "--num-images", 100_000]
+    command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    with subprocess.Popen(command, **pipes, preexec_fn=heed_control_c) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline().strip()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=300)
+    assert process.returncode == 130
+    said = [line for line in errors.splitlines() if not line.startswith("image ")]
+    assert said == ["error: stopped; what was finished stays"]
+    assert first == "outputs/0001-a-red-star.png"
+    written = [*(tmp_path / "outputs").iterdir()]
+    assert {path.suffix for path in written} == {".png", ".json"}
+    for path in (tmp_path / "outputs").glob("*.png"):
+        json.loads(path.with_suffix(".json").read_text())
+        assert len(pixels(path)) == 32 * 32 * 3
