@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elfatt_sd.config import PRESETS
-from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, PAPER, RULE
-from elfatt_sd.evaluation.report.plots import drawing, to_png
+from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, PAPER, RULE, drawing, to_png
 from elfatt_sd.files import write_file
 from elfatt_sd.phases import Phase
 

@@ -14,7 +14,7 @@ from elfatt_sd.benchmarking.names import is_reference
 from elfatt_sd.benchmarking.record import Results, own_part
 from elfatt_sd.benchmarking.tables import groups, markdown, mean_error, methods_of
 from elfatt_sd.errors import need
-from elfatt_sd.evaluation.report.plots import drawing
+from elfatt_sd.evaluation.report.charts import drawing
 from elfatt_sd.files import atomic_file, write_file
 
 MOST_MAPS = 9  # of layers and steps in one plot

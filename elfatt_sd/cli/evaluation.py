@@ -109,20 +109,19 @@ def run_command(
     from elfatt_sd.evaluation.processes import is_first
     from elfatt_sd.evaluation.protocols import check_packages
     from elfatt_sd.evaluation.report import load_results
-    from elfatt_sd.evaluation.report.writers import terminal_summary
+    from elfatt_sd.evaluation.report.summary import terminal_summary
     from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.stages import evaluate
 
-    if not dry_run:
-        check_packages(protocol)
-        _check_early(protocol, out)
-        others = [Run.open(other) for other in reuse or ()]
-
-    quiet_libraries()
     run = Run(out, protocol)
     if dry_run:
+        quiet_libraries()
         _print_plan(run, reuse or ())
         return
+    check_packages(protocol)
+    _check_early(protocol, out)
+    others = [Run.open(other) for other in reuse or ()]
+    quiet_libraries()
     failed = evaluate(run, _reporter(quiet), reuse=others, show_progress=not quiet)
     if is_first():
         typer.echo(terminal_summary(load_results(out)))
@@ -227,22 +226,18 @@ def verify_command(
 
 
 def _check_early(protocol: Protocol, out: Path) -> None:
-    """Check folder, device, model and size, before anything is loaded."""
+    """Check folder, model, size and what the stages need, before anything is loaded."""
     from elfatt_sd.cli.options import check_sizes, check_steps
     from elfatt_sd.evaluation.extraction import check_exists
-    from elfatt_sd.evaluation.prompts import read_prompts
-    from elfatt_sd.loading import check_model, check_names, pick_device
+    from elfatt_sd.evaluation.stages import check_device, check_prompts
+    from elfatt_sd.loading import check_model
 
     check_writable(out)
-    if protocol.limit == 1:
-        raise ElfattError("limit=1 is not accepted; 1 image a row has no distance, so give at least 2.")
-    check_names(protocol.device, protocol.dtype)
-    pick_device(protocol.device)
+    check_device(protocol)
     check_model(protocol.model, variant=protocol.variant or None)
     if protocol.extractors:
         check_exists(protocol.reference.source)
-    if protocol.prompts is not None:
-        read_prompts(protocol.prompts)
+    check_prompts(protocol)
     weights = protocol.inception_weights
     if weights and not Path(weights).is_file():
         raise ElfattError(f"inception_weights={weights!r} is not a file; give the one that Inception's weights are in.")

@@ -14,7 +14,6 @@ import io
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ from elfatt_sd.peers import packages_of
 from elfatt_sd.progress import progress_of
 
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")
-Batches = Sequence[tuple[int, list[Prompt]]]  # with their numbers
 
 
 def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True) -> dict[str, str]:
@@ -52,8 +50,11 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True)
     state = process_state(run.protocol.device)
     check_shared(run.folder, "run folder", "give --out a folder that all machines share")
     run.check()
-    if state.is_main_process:
-        _tidy(run)
+    if state.is_main_process:  # what a killed process left: half-written files, lists that are joined already
+        for leftover in run.folder.rglob(".*.part"):
+            leftover.unlink()
+        for row in run.finished:
+            shutil.rmtree(row.batches_folder, ignore_errors=True)
     state.wait_for_everyone()
     if not _pending(run):
         return {}
@@ -80,19 +81,21 @@ def _pending(run: Run) -> list[Row]:
 
 def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str, str]:
     mine = list(enumerate(run.batches))[state.process_index :: state.num_processes]
-    pending = _pending(run)
+    pending, failures = _pending(run), dict[str, str]()
     todo = {
         row.name: [(number, batch) for number, batch in mine if not row.has_batch(number, batch)] for row in pending
     }
     total = sum(len(batch) for share in todo.values() for _, batch in share)
-    failures: dict[str, str] = {}
     shown = show_progress and state.is_main_process
     with image_progress(total, shares=state.num_processes, shown=shown) as advance:
-        maker = _Maker(run, pipe, advance)
         for row in pending:
-            reason = next(filter(None, gathered(maker.make_row(row, todo[row.name]))), None)
+            own = make_row(run, pipe, row, todo[row.name], advance)
+            reason = next(filter(None, gathered(own)), None)
             if state.is_main_process:
-                _close_row(row, len(run.batches), reason)
+                if reason:
+                    row.fail(reason)
+                else:
+                    row.finish(b"".join(row.batch_file(number).read_bytes() for number in range(len(run.batches))))
             if reason:
                 failures[row.name] = reason
                 if row is run.baseline:
@@ -100,44 +103,38 @@ def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str
     return failures
 
 
-@dataclass(frozen=True)
-class _Maker:
-    """Makes this process's fraction of a run's images."""
+def make_row(
+    run: Run, pipe: Any, row: Row, batches: Sequence[tuple[int, list[Prompt]]], advance: Callable[[int, str], None]
+) -> str | None:
+    """Make batches of a row, given with their numbers; return why it failed, or None."""
+    advance(0, row.name)
+    try:
+        for number, batch in batches:
+            make_batch(run, pipe, row, number, batch)
+            advance(len(batch), row.name)
+    except ElfattError as error:
+        return str(error)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return f"out of memory at batch {run.protocol.batch}"
+    return None
 
-    run: Run  # which one
-    pipe: Any  # its pipeline
-    advance: Callable[[int, str], None]  # takes the number of new images and the row's name
 
-    def make_row(self, row: Row, batches: Batches) -> str | None:
-        """Make what is missing of a row; return why it failed, or None."""
-        self.advance(0, row.name)
-        try:
-            for number, batch in batches:
-                self.make_batch(row, number, batch)
-                self.advance(len(batch), row.name)
-        except ElfattError as error:
-            return str(error)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return f"out of memory at batch {self.run.protocol.batch}"
-        return None
-
-    @torch.no_grad()
-    def make_batch(self, row: Row, number: int, batch: Sequence[Prompt]) -> None:
-        """Make a batch, write its images, and then commit it by its list of hashes."""
-        protocol = self.run.protocol
-        seeds = [row.first_seed + prompt.index for prompt in batch]
-        with row_patch(self.pipe, row.cell, seeds[0]):
-            images = make_images(self.pipe, protocol, [prompt.text for prompt in batch], seeds)
-        check_images(images, [prompt.index for prompt in batch])
-        made = []
-        for prompt, seed, pixels in zip(batch, seeds, to_uint8(images), strict=True):
-            path = row.image_file(prompt.index)
-            digest = _write_png(path, pixels)
-            file = path.relative_to(row.folder).as_posix()
-            made.append(MadeImage(prompt.index, file, prompt.text, prompt.class_index, seed, digest))
-        row.add_batch(number, made)
+@torch.no_grad()
+def make_batch(run: Run, pipe: Any, row: Row, number: int, batch: Sequence[Prompt]) -> None:
+    """Make a batch, write its images, and then commit it by its list of hashes."""
+    seeds = [row.first_seed + prompt.index for prompt in batch]
+    with row_patch(pipe, row.cell, seeds[0]):
+        images = make_images(pipe, run.protocol, [prompt.text for prompt in batch], seeds)
+    check_images(images, [prompt.index for prompt in batch])
+    made = []
+    for prompt, seed, pixels in zip(batch, seeds, to_uint8(images), strict=True):
+        path = row.image_file(prompt.index)
+        digest = _write_png(path, pixels)
+        file = path.relative_to(row.folder).as_posix()
+        made.append(MadeImage(prompt.index, file, prompt.text, prompt.class_index, seed, digest))
+    row.add_batch(number, made)
 
 
 def _write_png(path: Path, pixels: Tensor) -> str:
@@ -149,22 +146,6 @@ def _write_png(path: Path, pixels: Tensor) -> str:
     Image.fromarray(pixels.numpy()).save(buffer, format="PNG")
     write_file(path, buffer.getvalue())
     return hashlib.sha256(buffer.getvalue()).hexdigest()
-
-
-def _close_row(row: Row, batches: int, reason: str | None) -> None:
-    """Join the lists of a finished row's batches into its manifest, or note why it failed."""
-    if reason:
-        row.fail(reason)
-    else:
-        row.finish(b"".join(row.batch_file(number).read_bytes() for number in range(batches)))
-
-
-def _tidy(run: Run) -> None:
-    """Remove what a killed process left behind: half-written files, lists that are joined already."""
-    for leftover in run.folder.rglob(".*.part"):
-        leftover.unlink()
-    for row in run.finished:
-        shutil.rmtree(row.batches_folder, ignore_errors=True)
 
 
 def _check_processes(environment: Mapping[str, Any], cells: Sequence[Cell]) -> None:
@@ -203,10 +184,10 @@ def write_cost(run: Run, pipe: Any = None) -> None:
 
 
 def row_costs(protocol: Protocol, pipe: Any) -> dict[str, Any]:
-    return {cell.name: row_cost(pipe, protocol, cell) for cell in protocol.cells if not cell.peer}
+    return {cell.name: _row_cost(pipe, protocol, cell) for cell in protocol.cells if not cell.peer}
 
 
-def row_cost(pipe: Any, protocol: Protocol, cell: Cell) -> dict[str, Any]:
+def _row_cost(pipe: Any, protocol: Protocol, cell: Cell) -> dict[str, Any]:
     frames = protocol.frames if protocol.frames > 1 else None
     try:
         found = plan(pipe, cell.config(), height=protocol.height, width=protocol.width, frames=frames)

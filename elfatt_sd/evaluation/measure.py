@@ -47,6 +47,7 @@ from elfatt_sd.runtime.layer import choose_layers
 WARMUP_STEPS = 5  # enough for every phase of the presets
 STAGES = ("text", "unet", "vae")
 _GIB = 2**30
+_LAUNCHED = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|GROUP_.*)")
 Report = Callable[[str], None]
 
 
@@ -56,70 +57,60 @@ def measure_time(run: Run, report: Report = print) -> dict[str, Any]:
     pipe = load_protocol_pipeline(protocol)
     environment = image_environment(protocol, pipe)
     run.check_environment(environment)
-    timing = _Timing(pipe, protocol, settings, report)
-    clocks = timing.run()
+    few = f"only {settings.repeats} repeats; take {FEW_REPEATS} or more" if settings.repeats < FEW_REPEATS else None
     data = {
         "format": 1,
         "identity": protocol.identity,
         "measured": now(),
-        "batch": timing.batch,
+        "batch": settings.batch or protocol.batch,
         "repeats": settings.repeats,
         "warmup": settings.warmup,
-        "note": f"only {settings.repeats} repeats; take {FEW_REPEATS} or more"
-        if settings.repeats < FEW_REPEATS
-        else None,
+        "note": few,
         "ratio": "seconds of the baseline / seconds of the row, in the same round",
         "environment": environment,
-        "clocks": clocks,
-        "rows": {cell.name: timing.row(cell) for cell in protocol.cells},
-        "errors": timing.errors,
+        **_time_rows(pipe, protocol, settings, report),
     }
     write_json(run.folder / TIME_FILE, data)
     return data
 
 
-class _Timing:
-    def __init__(self, pipe: Any, protocol: Protocol, settings: Time, report: Report) -> None:
-        self.pipe, self.protocol, self.settings, self.report = pipe, protocol, settings, report
-        self.batch = settings.batch or protocol.batch
-        self.prompts = cycled_prompts(protocol, self.batch)
-        self.rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
-        self.failed: dict[str, str] = {}  # also those that ran out of memory, which is a result
-        self.errors: dict[str, str] = {}
+def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) -> dict[str, Any]:
+    """Time all rows, interleaved; the device's clocks are read before and after each round."""
+    batch, device = settings.batch or protocol.batch, denoiser(pipe).device
+    prompts = cycled_prompts(protocol, batch)
+    rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
+    failed, errors = dict[str, str](), dict[str, str]()  # what ran out of memory has failed, which is a result
 
-    def run(self) -> list[dict[str, Any]]:
-        """Time all rows, interleaved, and return the device's clocks before and after each round."""
-        device, numbers = denoiser(self.pipe).device, range(-self.settings.warmup, self.settings.repeats)
-        clocks = [read_clocks(device)]
-        for turns in interleave([*self.rounds], self._take, numbers, lose=self._lose):
-            for turn, seconds in turns:
-                if turn.number >= 0:
-                    self.rounds[turn.name].append(seconds)
-            clocks.append(read_clocks(device))
-        return clocks
-
-    def _take(self, turn: Turn) -> dict[str, float]:
+    def take(turn: Turn) -> dict[str, float]:
         measured = turn.number >= 0
-        label = f"round {turn.number + 1} of {self.settings.repeats}" if measured else "warm-up"
-        self.report(f"time: {label}, row {turn.place} of {len(self.rounds)}, {turn.name}")
-        cell, steps = self.protocol.cell(turn.name), self.protocol.steps
-        seeds = [image_seed(self.protocol, cell, index) for index in range(self.batch)]
-        protocol = dataclasses.replace(self.protocol, steps=steps if measured else min(WARMUP_STEPS, steps))
-        return timed_call(self.pipe, protocol, cell, self.prompts, seeds)
+        label = f"round {turn.number + 1} of {settings.repeats}" if measured else "warm-up"
+        report(f"time: {label}, row {turn.place} of {len(rounds)}, {turn.name}")
+        cell, steps = protocol.cell(turn.name), protocol.steps
+        seeds = [image_seed(protocol, cell, index) for index in range(batch)]
+        given = dataclasses.replace(protocol, steps=steps if measured else min(WARMUP_STEPS, steps))
+        return timed_call(pipe, given, cell, prompts, seeds)
 
-    def _lose(self, turn: Turn, error: Exception) -> None:
+    def lose(turn: Turn, error: Exception) -> None:
         if is_out_of_memory(error):
-            self.failed[turn.name] = f"out of memory at batch {self.batch}"
+            failed[turn.name] = f"out of memory at batch {batch}"
         else:
-            self.errors[turn.name] = self.failed[turn.name] = reason("time not measured", error)
+            errors[turn.name] = failed[turn.name] = reason("time not measured", error)
 
-    def row(self, cell: Cell) -> dict[str, Any]:
-        if cell.name in self.failed:
-            return {"failed": self.failed[cell.name]}
-        baseline = self.protocol.baseline.name
-        untouched = [] if baseline in self.failed else self.rounds[baseline]
-        summary = summarize_time(self.rounds[cell.name], untouched, self.settings.scopes)
-        return {**summary, "attention_kernels": attention_kernels(self.pipe, cell)}
+    clocks = [read_clocks(device)]
+    for turns in interleave([*rounds], take, range(-settings.warmup, settings.repeats), lose=lose):
+        for turn, seconds in turns:
+            if turn.number >= 0:
+                rounds[turn.name].append(seconds)
+        clocks.append(read_clocks(device))
+    baseline, rows = protocol.baseline.name, dict[str, dict[str, Any]]()
+    for cell in protocol.cells:
+        if cell.name in failed:
+            rows[cell.name] = {"failed": failed[cell.name]}
+        else:
+            untouched = [] if baseline in failed else rounds[baseline]
+            rows[cell.name] = summarize_time(rounds[cell.name], untouched, settings.scopes)
+            rows[cell.name]["attention_kernels"] = attention_kernels(pipe, cell)
+    return {"clocks": clocks, "rows": rows, "errors": errors}
 
 
 @torch.no_grad()
@@ -139,18 +130,16 @@ def summarize_time(
     own: Sequence[Mapping[str, float]], baseline: Sequence[Mapping[str, float]], scopes: Sequence[str]
 ) -> dict[str, Any]:
     """Return median, spread and all values of each scope, and the speed-up round by round."""
-    return {scope: _scope(*([seconds[scope] for seconds in each] for each in (own, baseline))) for scope in scopes}
-
-
-def _scope(values: Sequence[float], untouched: Sequence[float]) -> dict[str, Any]:
-    spread, speeds = Spread.over(values), ratios(untouched, values)
-    ratio = Spread.over(speeds) if speeds else None
-    return {
-        "seconds_per_image": spread.median,
-        "spread": [spread.min, spread.max],
-        "values": [*values],
-        "ratio": {"median": ratio.median, "low": ratio.min, "high": ratio.max, "values": [*speeds]} if ratio else None,
-    }
+    rows: dict[str, Any] = {}
+    for scope in scopes:
+        values, untouched = ([seconds[scope] for seconds in each] for each in (own, baseline))
+        spread, speeds = Spread.over(values), ratios(untouched, values)
+        row = {"seconds_per_image": spread.median, "spread": [spread.min, spread.max], "values": values, "ratio": None}
+        if speeds:
+            ratio = Spread.over(speeds)
+            row["ratio"] = {"median": ratio.median, "low": ratio.min, "high": ratio.max, "values": [*speeds]}
+        rows[scope] = row
+    return rows
 
 
 def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
@@ -195,7 +184,12 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
     in another environment, are measured again.
     """
     protocol, settings = run.protocol, run.protocol.memory or Memory()
-    environment, unmeasured = _present_environment(protocol)
+    pipe = load_protocol_pipeline(protocol)
+    device, environment = denoiser(pipe).device, image_environment(protocol, pipe)
+    del pipe
+    free_memory()  # for the processes that measure
+    told = PeakMeter(device).kind is not None
+    unmeasured = "" if told else f"not measured: {sys.platform} does not tell the peak of device {device.type!r}"
     run.check_environment(environment)
     path = run.folder / MEMORY_FILE
     data = read_data(path, Peaks, "delete it to measure again") or {}
@@ -229,17 +223,6 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
 
 def program_of(cell: Cell) -> str:
     return sha256_of_data([cell.config().to_dict(), cell.peer, cell.options])
-
-
-def _present_environment(protocol: Protocol) -> tuple[dict[str, Any], str]:
-    """Load the pipeline to see what it is, and leave the device empty for the processes that measure."""
-    pipe = load_protocol_pipeline(protocol)
-    device: torch.device = denoiser(pipe).device
-    environment = image_environment(protocol, pipe)
-    del pipe
-    free_memory()
-    told = PeakMeter(device).kind is not None
-    return environment, "" if told else f"not measured: {sys.platform} does not tell the peak of device {device.type!r}"
 
 
 def _measure_row(protocol: Protocol, cell: Cell, batches: Sequence[int], report: Report) -> dict[str, Any]:
@@ -281,29 +264,19 @@ def _whole(peaks: Mapping[str, float]) -> float:
 
 
 def _line(batches: Sequence[int], peaks: Sequence[float]) -> dict[str, Any]:
-    """Fit `peak = intercept + slope * batch` by least squares."""
-    data: dict[str, Any] = {"peaks_gib": list(peaks)}
-    if len(batches) < 2:
-        return {"gib_per_image": None, "interval": None, "intercept_gib": None, "fit_error_gib": None, **data}
-    slope, intercept = statistics.linear_regression(batches, peaks)
-    residuals = [peak - intercept - slope * batch for batch, peak in zip(batches, peaks, strict=True)]
-    error = math.sqrt(sum(residual**2 for residual in residuals) / len(residuals))
-    return {
-        "gib_per_image": slope,
-        "interval": _slope_interval(batches, slope, error),
-        "intercept_gib": intercept,
-        "fit_error_gib": error,
-        **data,
-    }
-
-
-def _slope_interval(batches: Sequence[int], slope: float, error: float) -> list[float] | None:
-    count, middle = len(batches), statistics.fmean(batches)
-    if count < 3:
-        return None
-    spread = math.sqrt((count - 2) / count * sum((batch - middle) ** 2 for batch in batches))
-    half = student_quantile(0.975, count - 2) * error / spread
-    return [slope - half, slope + half]
+    """Fit `peak = intercept + slope * batch` by least squares; three points or more give the slope an interval."""
+    line: dict[str, Any] = dict.fromkeys(("gib_per_image", "interval", "intercept_gib", "fit_error_gib"))
+    if (count := len(batches)) > 1:
+        slope, intercept = statistics.linear_regression(batches, peaks)
+        residuals = [peak - intercept - slope * batch for batch, peak in zip(batches, peaks, strict=True)]
+        error = math.sqrt(sum(residual**2 for residual in residuals) / count)
+        line |= {"gib_per_image": slope, "intercept_gib": intercept, "fit_error_gib": error}
+        if count > 2:
+            middle = statistics.fmean(batches)
+            spread = math.sqrt((count - 2) / count * sum((batch - middle) ** 2 for batch in batches))
+            half = student_quantile(0.975, count - 2) * error / spread
+            line["interval"] = [slope - half, slope + half]
+    return {**line, "peaks_gib": list(peaks)}
 
 
 def free_memory() -> None:
@@ -317,10 +290,9 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": code_hashes()})
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    single = {name: value for name, value in os.environ.items() if not _LAUNCHED.fullmatch(name)}
     command = [sys.executable, "-m", "elfatt_sd.evaluation.measure"]
-    done = subprocess.run(
-        command, input=order, capture_output=True, text=True, env={**_single_process(os.environ), "PYTHONPATH": path}
-    )
+    done = subprocess.run(command, input=order, capture_output=True, text=True, env={**single, "PYTHONPATH": path})
     if done.returncode == -9:  # SIGKILL, which Windows has no name for
         return {"failed": f"out of memory at batch {batch}"}
     lines = done.stdout.splitlines()
@@ -331,11 +303,6 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     if "error" in result:
         raise ElfattError(result["error"])
     return result
-
-
-def _single_process(environment: Mapping[str, str]) -> dict[str, str]:
-    launched = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|GROUP_.*)")
-    return {name: value for name, value in environment.items() if not launched.fullmatch(name)}
 
 
 @torch.no_grad()

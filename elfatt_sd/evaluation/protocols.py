@@ -41,7 +41,6 @@ _UNGIVEN: list[tuple[str, Any]] = [
     ("frames", 1),
     ("negative_prompt", ""),
 ]  # keys that are younger than results that are published
-_LENIENT = {"reference": ("allow_count",)}  # lets a run go on; what it let pass stands in the metric's name
 NAME = "letters, digits and . _ - + =, and no name that a system keeps for itself"
 _ABSENT = object()
 QUICK_STEPS = 2  # of each call that measures memory, in a quick look
@@ -78,22 +77,20 @@ class Cell:
             raise refused(f"seed_offset={self.seed_offset} of cell {self.name!r}", accepted)
         try:
             config = self.config()
-            self._check_peer(config)
+            if self.peer:
+                check_settings(self.peer, self.options)
         except ElfattError as error:
             raise ElfattError(f"cell {self.name!r}: {error}") from error
+        if self.peer_settings and not self.peer:
+            raise refused(f"peer_settings of cell {self.name!r}", "settings together with a peer")
+        if self.peer and self.peer != _IN_PLACE and not PEERS[self.peer].joins and config.active:
+            what = f"method={self.method!r} with peer {self.peer!r} of cell {self.name!r}"
+            raise refused(what, "sd, as it takes the patch's place")
         if (self.role != "method") != (not config.all_phases and not self.peer):
             raise refused(
                 f"role={self.role!r} of cell {self.name!r} with method {self.method!r}",
                 "baseline and null for the untouched pipeline (method 'sd'), method for all others",
             )
-
-    def _check_peer(self, config: PatchConfig) -> None:
-        if self.peer:
-            check_settings(self.peer, self.options)
-        elif self.peer_settings:
-            raise refused("peer_settings without a peer", "settings together with a peer")
-        if self.peer and self.peer != _IN_PLACE and not PEERS[self.peer].joins and config.active:
-            raise refused(f"method={self.method!r} with peer {self.peer!r}", "sd, as it takes the patch's place")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -202,9 +199,7 @@ class Protocol:
             raise refused(f"cell {twice[-1]!r}, given twice", "cells that differ; give each its own name")
         baselines = [cell.name for cell in self.cells if cell.role == "baseline"]
         if len(baselines) != 1:
-            raise refused(
-                f"{len(baselines)} cells of role 'baseline' ({', '.join(baselines) or 'none'})", "exactly one"
-            )
+            raise refused(f"{len(baselines)} cells of role 'baseline' ({', '.join(baselines)})", "exactly one")
         for choice in self.metrics:
             check_side(choice.metric, self.height, self.width)
         _check_published(self.published)
@@ -237,9 +232,11 @@ class Protocol:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Protocol:
-        rows = data.get("cells")
-        cells = [_without_config(row) for row in rows] if isinstance(rows, list | tuple) else rows
-        return checked({**data, "cells": cells}, cls)
+        data = {"cells": (), **data}
+        if isinstance(data["cells"], list | tuple):
+            own = ({**row} if isinstance(row, Mapping) else {} for row in data["cells"])
+            data["cells"] = [{key: value for key, value in row.items() if key != "config"} for row in own]
+        return checked(data, cls)
 
     @property
     def identity(self) -> str:
@@ -247,17 +244,11 @@ class Protocol:
         return sha256_of_data(decisive(self.to_dict()))
 
 
-def _without_config(row: Any) -> Any:
-    return {key: value for key, value in row.items() if key != "config"} if isinstance(row, Mapping) else row
-
-
 def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in data.items() if key not in _REPORT_ONLY and (key, value) not in _UNGIVEN}
-    for table, lenient in _LENIENT.items():
-        values = kept.get(table)
-        given = values if isinstance(values, Mapping) else {}
-        kept[table] = {key: value for key, value in given.items() if key not in lenient}
-    return kept
+    reference = kept.get("reference") or {}
+    # `allow_count` lets a run go on; what it let pass stands in the metric's name
+    return {**kept, "reference": {key: value for key, value in reference.items() if key != "allow_count"}}
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -312,14 +303,19 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
         _make_quick(data, limit)
     for override in overrides:
         _override(data, override)
-    _leave_out_unmeasured(data)
+    for table, key, nothing in (("time", "repeats", 0), ("memory", "batches", [])):  # then nothing is to be measured
+        settings = data.get(table)
+        if isinstance(settings, dict) and settings.get(key) == nothing and settings.get(key) is not False:
+            del data[table]
     cells = data.get("cells")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise ElfattError(f"{path}: cells is missing; give one [[cells]] table for every row.")
     data["cells"] = _expand([_with_saved(cell, path.parent) for cell in cells])
     data.setdefault("name", path.stem)
-    if isinstance(data.get("published"), str):
-        data["published"] = _published(data["published"])
+    if isinstance(name := data.get("published"), str):
+        data["published"] = _read(_find(name)).get("published")
+        if not isinstance(data["published"], dict):
+            raise refused(f"published={name!r}", "a table with source and rows, or the name of a protocol that has one")
     try:
         protocol = checked(data, Protocol)
         _check_plain(data)
@@ -367,13 +363,6 @@ def _find(path_or_name: str | Path) -> Path:
     )
 
 
-def _published(name: str) -> dict[str, Any]:
-    table = _read(_find(name)).get("published")
-    if not isinstance(table, dict):
-        raise refused(f"published={name!r}", "a table with source and rows, or the name of a protocol that has one")
-    return table
-
-
 def _override(data: dict[str, Any], override: str) -> None:
     """Set one value; tables that are not there yet are made."""
     key, equals, text = override.partition("=")
@@ -413,14 +402,6 @@ def _at_most(value: Any, most: int) -> Any:
     return min(value, most) if isinstance(value, int) else value  # what is no number is refused later
 
 
-def _leave_out_unmeasured(data: dict[str, Any]) -> None:
-    """Drop the tables that say that nothing is to be measured: time without repeats, memory without batches."""
-    for table, key, nothing in (("time", "repeats", 0), ("memory", "batches", [])):
-        settings = data.get(table)
-        if isinstance(settings, dict) and settings.get(key) == nothing and settings.get(key) is not False:
-            del data[table]
-
-
 def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Turn settings with several values into one row for each, and give rows their names and seeds."""
     fields = {item.name for item in dataclasses.fields(Cell)} - {"settings", "swept"}
@@ -436,8 +417,7 @@ def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise ElfattError(f"key {unknown[0]!r} of cell {number} is not known; accepted: {accepted}.")
         for chosen in _choices(settings, f"cell {number}"):
             expanded += [_row({**own, **swept}, chosen) for swept in _expand_phases(own.get("phases"), number)]
-    nulls = [row for row in expanded if row.get("role") == "null"]
-    for count, row in enumerate(nulls, 1):
+    for count, row in enumerate((row for row in expanded if row.get("role") == "null"), 1):
         row.setdefault("seed_offset", count * NULL_SEED_OFFSET)
     return expanded
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -50,12 +51,33 @@ def _decisive(environment: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Index = Annotated[int, Meta(ge=0, le=2**53)]
 SCORES_FORMAT = 5  # of `scores.json`; what earlier versions wrote can still be shown
+Record = TypeVar("Record")
 Ends = Annotated[list[float], Meta(min_length=2)] | None  # of an interval
 
 
-class Environment(Struct, frozen=True):
-    """Of the machine and the versions, what is looked up by name."""
+@dataclass(frozen=True)
+class Estimate:
+    """A value with the ends of its interval, where there is one."""
 
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        return None if self.low is None or self.high is None else (self.low, self.high)
+
+
+def estimate(value: float | None, ends: Sequence[float] | None = None) -> Estimate | None:
+    if value is None:
+        return None
+    return Estimate(value, ends[0], ends[-1]) if ends else Estimate(value)
+
+
+# A field that was not measured has its default; `null` in a file is the same as no key.
+
+
+class Environment(Struct, frozen=True):
     packages: dict[str, str] = {}
     cuda: dict[str, Any] | None = None
 
@@ -93,22 +115,29 @@ class Difference(Struct, frozen=True):
     value: float | None = None
     interval: Ends = None
     verdict: str | None = None
-    images: str | None = None
+    images: str | None = None  # `infinite` where it is extrapolated
+
+    @property
+    def estimate(self) -> Estimate | None:
+        return estimate(self.value, self.interval)
 
 
 class Figure(Struct, frozen=True):
-    """A distance or an accuracy."""
+    """A distance, an accuracy or a further metric."""
 
     value: float | None = None
     interval: Ends = None
-    difference: Difference | None = None
+    difference: Difference = Difference()
+    better: str = ""  # of a metric: `higher`, `lower` or neither
+    compares: bool = False  # of a metric: with the untouched images
 
+    @property
+    def estimate(self) -> Estimate | None:
+        return estimate(self.value, self.interval)
 
-class MetricFigure(Figure, frozen=True):
-    """A further metric."""
-
-    better: str = ""  # `higher`, `lower` or neither
-    compares: bool = False  # with the untouched images
+    @property
+    def extrapolated(self) -> bool:
+        return self.difference.images == "infinite"
 
 
 class Changes(Struct, frozen=True):
@@ -120,28 +149,33 @@ class Changes(Struct, frozen=True):
     quartiles: Ends = None
     lowest: float | None = None
     identical: Index | None = None
-    pictures: list[float | None] | None = None
+    pictures: list[float | None] = []
+
+    @property
+    def estimate(self) -> Estimate | None:
+        return estimate(self.mean, self.interval)
 
 
 class Paired(Struct, frozen=True):
-    """All such measures of a row."""
-
-    classes: list[Index] | None = None
-    psnr: Changes | None = None
-    ssim: Changes | None = None
-    cosine: Changes | None = None
+    classes: list[Index] = []
+    psnr: Changes = Changes()
+    ssim: Changes = Changes()
+    cosine: Changes = Changes()
 
 
 class ScoredRow(Struct, frozen=True):
-    """What scoring says of a row."""
-
     images: Index | None = None
     classes: Index | None = None
-    distances: dict[str, Figure] | None = None
-    paired: Paired | None = None
-    accuracy: dict[str, Figure] | None = None
-    most_changed: list[Index] | None = None
-    metrics: dict[str, MetricFigure] | None = None
+    distances: dict[str, Figure] = {}
+    paired: Paired = Paired()
+    accuracy: dict[str, Figure] = {}
+    most_changed: list[Index] = []
+    metrics: dict[str, Figure] = {}
+
+
+class ReferenceRecord(Struct, frozen=True):
+    unreadable: list[str] = []  # name and reason of each image
+    left_out: str = ""  # what is said of files that are no images
 
 
 class Scores(Struct, frozen=True):
@@ -149,7 +183,7 @@ class Scores(Struct, frozen=True):
 
     format: Annotated[int, Meta(ge=1, le=SCORES_FORMAT)]
     identity: str
-    references: dict[str, dict[str, Any]]
+    references: dict[str, ReferenceRecord]
     rows: dict[str, ScoredRow]
 
 
@@ -168,13 +202,16 @@ class Seconds(Struct, frozen=True):
     values: list[float] = []
     ratio: Ratio | None = None
 
+    @property
+    def speed(self) -> Estimate | None:
+        ratio = self.ratio
+        return None if ratio is None else Estimate(ratio.median, ratio.low, ratio.high)
+
 
 class TimedRow(Struct, frozen=True):
-    """The time of a row, or why it has none."""
-
-    end_to_end: Seconds | None = None
-    unet: Seconds | None = None
-    attention_kernels: list[str] | None = None
+    end_to_end: Seconds = Seconds()
+    unet: Seconds = Seconds()
+    attention_kernels: list[str] = []
     failed: str | None = None
     note: str | None = None
 
@@ -190,11 +227,9 @@ class Times(Struct, frozen=True):
 
 
 class RowCost(Struct, frozen=True):
-    """What a row computes, or why that is not known."""
-
     density: float | None = None
     multiply_adds: Annotated[int, Meta(ge=0)] | None = None
-    reason: str | None = None
+    reason: str | None = None  # why it is not known
 
 
 class Cost(Struct, frozen=True):
@@ -212,16 +247,14 @@ class Growth(Struct, frozen=True):
     interval: Ends = None
     intercept_gib: float | None = None
     fit_error_gib: float | None = None
-    peaks_gib: list[float] | None = None
+    peaks_gib: list[float] = []
 
 
 class MemoryRow(Growth, frozen=True):
-    """The memory of a row, or why it has none."""
-
     batches: list[Index] = []
     kind: str | None = None
-    stages: dict[str, Growth] | None = None
-    reserved: Growth | None = None
+    stages: dict[str, Growth] = {}
+    reserved: Growth = Growth()
     failed: str | None = None
     note: str | None = None
     same_program_as: str | None = None
@@ -239,17 +272,17 @@ class Peaks(Struct, frozen=True):
 
 
 class ResultRow(ScoredRow, frozen=True):
-    """A row of `results.json`; what was not measured is not there."""
+    """A row of `results.json`."""
 
-    cell: str | None = None
-    label: str | None = None
-    method: str | None = None
-    peer: str | None = None
-    role: str | None = None
-    settings: dict[str, Any] | None = None
-    time: TimedRow | None = None
-    memory: MemoryRow | None = None
-    cost: RowCost | None = None
+    cell: str = ""  # the folder of its images
+    label: str = ""  # the method's name in tables
+    method: str = ""
+    peer: str = ""
+    role: str = "method"
+    settings: dict[str, Any] = {}
+    time: TimedRow = TimedRow()
+    memory: MemoryRow = MemoryRow()
+    cost: RowCost = RowCost()
     failed: str | None = None
 
 
@@ -258,23 +291,35 @@ class ResultsRecord(Struct, frozen=True):
 
     format: Literal[1]
     rows: list[ResultRow]
-    name: str | None = None
-    description: str | None = None
-    identity: str | None = None
-    protocol: dict[str, Any] | None = None
-    environment: Environment | None = None
-    reference: dict[str, dict[str, Any]] | None = None
-    published: dict[str, Any] | None = None
+    name: str = "unnamed protocol"
+    description: str = ""
+    identity: str = ""
+    protocol: dict[str, Any] = {}
+    environment: Environment = Environment()
+    reference: dict[str, ReferenceRecord] = {}
+    published: dict[str, Any] = {}
+
+
+def without_nulls(data: Any) -> Any:
+    """Leave out keys of plain data that hold nothing; a list keeps its places."""
+    if isinstance(data, Mapping):
+        return {key: without_nulls(value) for key, value in data.items() if value is not None}
+    return [without_nulls(value) for value in data] if isinstance(data, list) else data
 
 
 def read_data(path: Path, shape: type[Any], remedy: str, identity: str | None = None) -> dict[str, Any] | None:
     """Return the plain data of a file that holds a record, None where there is no file."""
-    data = read_json(path, remedy)
+    data: dict[str, Any] | None = read_json(path, remedy)
     if data is not None:
-        check_file(path, data, shape, remedy)
+        check_file(path, without_nulls(data), shape, remedy)
         if identity is not None and data["identity"] != identity:
             raise ElfattError(f"{path} is of another run, of identity {data['identity'][:12]!r}; {remedy}.")
-    return data if isinstance(data, Mapping) else None  # type: ignore[return-value]
+    return data
+
+
+def read_record(path: Path, shape: type[Record], remedy: str) -> Record | None:
+    data = without_nulls(read_json(path, remedy))
+    return None if data is None else check_file(path, data, shape, remedy)
 
 
 def is_whole(path: Path, shape: type[Any], identity: str) -> bool:

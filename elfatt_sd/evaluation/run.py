@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from elfatt_sd.files import (
     write_file,
     write_json,
 )
+from elfatt_sd.measure import now
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
 STAGES_FILE, COST_FILE = "stages.json", "cost.json"
@@ -57,20 +57,17 @@ class RowFolder:
 
     @property
     def manifest(self) -> Path:
-        """The list of the row's images with their hashes; it is there once all of them are."""
-        return self.folder / "manifest.jsonl"
+        return self.folder / "manifest.jsonl"  # of the images with their hashes; it is there once all of them are
 
     @property
     def batches_folder(self) -> Path:
-        """Where the lists of the batches are while the row is not finished."""
-        return self.folder / "batches"
+        return self.folder / "batches"  # with a list for each batch while the row is not finished
 
     @property
     def finished(self) -> bool:
         return self.manifest.is_file()
 
     def made_images(self) -> list[MadeImage]:
-        """Return what was generated: index, prompt, class, seed and hash of each image."""
         if not self.manifest.exists():
             raise ElfattError(f"{self.manifest} does not exist; row {self.folder.name!r} is not made yet.")
         return self._listed([self.manifest], f"delete the file to make row {self.folder.name!r} again")
@@ -90,7 +87,12 @@ class RowFolder:
                 raise ElfattError(f"{path} cannot be read ({error.strerror}); {remedy}.") from error
             for number, line in enumerate(content.split(b"\n"), 1):  # a prompt may hold other marks that end lines
                 if line.strip():
-                    made.append(_made_image(f"{path}, line {number}", line, remedy))
+                    place = f"{path}, line {number}"
+                    try:
+                        data = parse_json(line)
+                    except ValueError as error:
+                        raise ElfattError(f"{place} is damaged ({error}); {remedy}.") from error
+                    made.append(check_file(place, data, MadeImage, remedy))
         for index, image in enumerate(made if self.finished else ()):
             if image.index != index:
                 what = f"{self.manifest}: index={image.index} of image {index + 1}"
@@ -122,12 +124,11 @@ class Row(RowFolder):
         return [each.index for each in made] == [each.index for each in prompts]
 
     def add_batch(self, number: int, made: Sequence[MadeImage]) -> None:
-        """Commit a batch, whose images are in their places."""
+        # the images are in their places: this commits them
         lines = [json.dumps(msgspec.structs.asdict(each), ensure_ascii=False) + "\n" for each in made]
         write_file(self.batch_file(number), "".join(lines).encode())
 
     def finish(self, manifest: bytes) -> None:
-        """Write the manifest, whose images are in their places."""
         self.failure_file.unlink(missing_ok=True)  # first: no finished row is ever said to have failed
         write_file(self.manifest, manifest)
         shutil.rmtree(self.batches_folder, ignore_errors=True)
@@ -169,9 +170,9 @@ class Run:
             Row(self.folder / "cells" / cell.name, cell, first + cell.seed_offset) for cell in self.protocol.cells
         )
 
-    @cached_property
+    @property
     def baseline(self) -> Row:
-        return next(row for row in self.rows if row.cell.role == "baseline")
+        return self.row(self.protocol.baseline.name)
 
     @property
     def finished(self) -> list[Row]:
@@ -208,10 +209,10 @@ class Run:
         record = _read_record(self.folder)
         if record is None:
             there = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-            strange = [name for name in there if not is_hidden(name) and not name.endswith(".part")]
-            if strange:
-                said = f"is not empty and holds no run (there is {strange[0]!r})"
-                raise ElfattError(f"{self.folder} {said}; give a new folder.")
+            for name in there:
+                if not is_hidden(name) and not name.endswith(".part"):
+                    said = f"is not empty and holds no run (there is {name!r})"
+                    raise ElfattError(f"{self.folder} {said}; give a new folder.")
             return
         now = self.protocol.to_dict()
         if record.identity != self.protocol.identity:
@@ -233,9 +234,7 @@ class Run:
 
     def begin(self, environment: Mapping[str, Any]) -> None:
         """Write `run.json`, or note in it what makes the images from now on."""
-        created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        plain = self.protocol.to_dict()
-        new = RunRecord(1, self.protocol.identity, created, plain, {})
+        new = RunRecord(1, self.protocol.identity, now(), self.protocol.to_dict(), {})
         self._write(_read_record(self.folder) or new, environment=dict(environment))
 
     def _write(self, record: RunRecord, **changes: Any) -> None:
@@ -260,14 +259,6 @@ class Run:
         return shutil.disk_usage(nearest_existing(self.folder)).free / 2**30
 
 
-def _made_image(place: str, line: bytes, remedy: str) -> MadeImage:
-    try:
-        data = parse_json(line)
-    except ValueError as error:
-        raise ElfattError(f"{place} is damaged ({error}); {remedy}.") from error
-    return check_file(place, data, MadeImage, remedy)
-
-
 def _read_record(folder: Path) -> RunRecord | None:
     path = folder / RUN_FILE
     found = read_typed(path, RunRecord, _LOST)
@@ -279,13 +270,14 @@ def _read_record(folder: Path) -> RunRecord | None:
 @contextlib.contextmanager
 def clear_disk_errors(folder: Path) -> Iterator[None]:
     """Turn a full disk, or a place that is not a file or cannot be written, into one clear line."""
-    kept = "finished work is kept: {} and give the same command again."
+    again = "and give the same command again."
     try:
         yield
     except OSError as error:
         if is_full(error):
-            remedy = kept.format("make room")
-            raise RunFailure(f"no space left on the disk of {folder}; {remedy}") from error
+            said = f"no space left on the disk of {folder}; finished work is kept: make room {again}"
+            raise RunFailure(said) from error
         if not (error.filename and error.strerror):
             raise
-        raise RunFailure(f"{error.filename}: {error.strerror}; {kept.format('mend that')}") from error
+        said = f"{error.filename}: {error.strerror}; finished work is kept: mend that {again}"
+        raise RunFailure(said) from error

@@ -167,35 +167,32 @@ def score_cell(images: Images, baseline: Images, scorer: Scorer, toy: bool = Fal
 
 
 def _distances(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any]:
-    rows = {}
+    """Distances as they are published; the difference of a Frechet distance is that of infinitely many images."""
+    rows: dict[str, Any] = {}
+    classes = even_classes(images.classes)
     for scale in scales:
-        own = scale.distances(images)
         others = scale.distances(baseline) if baseline else {}
-        for name, figure in own.items():
-            rows[name] = _distance(figure, others.get(name), even_classes(images.classes))
+        for name, figure in scale.distances(images).items():
+            other, own = others.get(name), figure.published if isinstance(figure, FrechetFigures) else figure
+            rows[name] = figure_as_dict(own.value, own.interval())
+            if isinstance(figure, FrechetFigures) and isinstance(other, FrechetFigures):
+                value, interval = figure.limit_difference(other)
+                rows[name]["difference"] = {**_judged(value, interval, classes), "images": "infinite"}
+            elif isinstance(figure, Estimate) and isinstance(other, Estimate):
+                rows[name]["difference"] = _difference(figure, other, classes)
     return rows
-
-
-def _distance(figure: Distance, other: Distance | None, classes: int) -> dict[str, Any]:
-    """A distance as it is published; its paired difference is that of infinitely many images, and says so."""
-    if not isinstance(figure, FrechetFigures):
-        found = figure_as_dict(figure.value, figure.interval())
-        return {**found, "difference": _difference(figure, other, classes)} if isinstance(other, Estimate) else found
-    found = figure_as_dict(figure.published.value, figure.published.interval())
-    if isinstance(other, FrechetFigures):
-        value, interval = figure.limit_difference(other)
-        found["difference"] = {**_judged(value, interval, classes), "images": "infinite"}
-    return found
 
 
 def _difference(figure: Estimate, other: Estimate, classes: int, *, lower_is_better: bool = True) -> dict[str, Any]:
     difference = figure - other
-    return _judged(difference.value, difference.interval(), classes, lower_is_better=lower_is_better)
+    return _judged(difference.value, difference.interval(), classes, lower_is_better)
 
 
-def _judged(value: float, interval: Interval | None, classes: int, *, lower_is_better: bool = True) -> dict[str, Any]:
-    said = verdict(interval, classes, lower_is_better=lower_is_better)
-    return {**figure_as_dict(value, interval), "verdict": said}
+def _judged(value: float, interval: Interval | None, classes: int, lower_is_better: bool = True) -> dict[str, Any]:
+    return {
+        **figure_as_dict(value, interval),
+        "verdict": verdict(interval, classes, lower_is_better=lower_is_better),
+    }
 
 
 def _paired(images: Images, baseline: Images, changes: Tensor, scales: Sequence[Scale]) -> dict[str, Any]:
@@ -204,7 +201,8 @@ def _paired(images: Images, baseline: Images, changes: Tensor, scales: Sequence[
     for scale in scales[:1]:
         pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
         cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
-        found["cosine"] = cosines(images, cosine.view(len(images.paths), -1).mean(1), scale.extractor.name)
+        each, classes = cosine.view(len(images.paths), -1).mean(1), torch.as_tensor(images.classes, device="cpu")
+        found["cosine"] = {**_summary(each, classes, -1.0, 1.0), "extractor": scale.extractor.name}
     return found
 
 
@@ -213,17 +211,16 @@ def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) 
     scale = next((scale for scale in scales if scale.right(images)), None)
     if scale is None:
         return None
-    right = scale.right(images)
-    other, classes = scale.right(baseline) if baseline else None, even_classes(images.classes)
+    sides = (scale.right(side) for side in (images, baseline) if side)
+    right, *before = ({**each, "mean": torch.stack(list(each.values())).mean(0)} for each in sides)
     rows: dict[str, Any] = {}
-    for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
+    for name, values in right.items():
         figure = Estimate.mean(values, images.classes)
-        parts = 1 if name in right else len(right)
+        parts = len(right) - 1 if name == "mean" else 1
         rows[name] = {"value": figure.value, "interval": as_list(share_interval(values, images.classes, parts))}
-        if other is not None:
-            known = other[name] if name in other else torch.stack(list(other.values())).mean(0)
-            before = Estimate.mean(known, images.classes)
-            rows[name]["difference"] = _difference(figure, before, classes, lower_is_better=False)
+        for other in before:
+            untouched, classes = Estimate.mean(other[name], images.classes), even_classes(images.classes)
+            rows[name]["difference"] = _difference(figure, untouched, classes, lower_is_better=False)
     return rows
 
 
@@ -295,16 +292,13 @@ class Scale:
         Empty where the extractor does not read attributes.
         """
         if images.name not in self._right and isinstance(self.extractor, ToyExtractor):
-            self._right[images.name] = _right(self.extractor, self.features(images), images.classes)
+            from elfatt_sd.toy.renderer import CLASSES, class_labels
+
+            seen = self.extractor.classify(torch.from_numpy(np.array(self.features(images))))
+            wanted = class_labels([CLASSES[number] for number in images.classes]).unbind(1)
+            pairs = zip(seen.items(), wanted, strict=True)
+            self._right[images.name] = {name: (found == each).to(torch.float64) for (name, found), each in pairs}
         return self._right.get(images.name, {})
-
-
-def _right(extractor: ToyExtractor, features: Array, classes: Sequence[int]) -> dict[str, Tensor]:
-    from elfatt_sd.toy.renderer import CLASSES, class_labels
-
-    seen = extractor.classify(torch.from_numpy(np.array(features)))
-    wanted = class_labels([CLASSES[number] for number in classes])
-    return {name: (found == wanted[:, place]).to(torch.float64) for place, (name, found) in enumerate(seen.items())}
 
 
 def pair_changes(
@@ -362,11 +356,6 @@ def paired(images: Images, changes: Tensor) -> dict[str, Any]:
         },
         "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
     }
-
-
-def cosines(images: Images, cosine: Tensor, extractor: str) -> dict[str, Any]:
-    """Summary of the cosine `[n]` between each image's features and the untouched one's."""
-    return {**_summary(cosine, torch.as_tensor(images.classes, device="cpu"), -1.0, 1.0), "extractor": extractor}
 
 
 def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,20 +22,16 @@ from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_enough, check
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages
-from elfatt_sd.evaluation.records import SCORES_FORMAT, Scores, is_whole, read_data
+from elfatt_sd.evaluation.records import SCORES_FORMAT, Peaks, Scores, Times, is_whole, read_record
 from elfatt_sd.evaluation.reference import check_images, is_moments
-from elfatt_sd.evaluation.results import (
-    RESULTS_FILE,
-    STAGE_FILES,
-    unreadable_references,
-    write_results,
-)
+from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, write_results
 from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME_FILE, Run, RunFailure
 from elfatt_sd.evaluation.score import build_references, load_extractors, network_device, score_inputs, score_run
 from elfatt_sd.files import check_writable, read_typed, sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.loading import pick_device, pick_dtype
 from elfatt_sd.measure import Stopwatch
 
+_REMEDY = "delete it"
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
 
 
@@ -45,19 +40,16 @@ def to_do(run: Run) -> str:
     protocol, batches = run.protocol, list(enumerate(run.batches))
     left = [each for row in run.rows if not row.finished for number, each in batches if not row.has_batch(number, each)]
     parts = [f"{sum(map(len, left))} images of {protocol.steps} steps"] if left else []
-    timed, weighed = _read(run, TIME_FILE), _read(run, MEMORY_FILE)
-    if protocol.time is not None and (not timed or timed.get("errors")):
+    timed = read_record(run.folder / TIME_FILE, Times, _REMEDY)
+    weighed = read_record(run.folder / MEMORY_FILE, Peaks, _REMEDY) or Peaks("", {}, {}, {})
+    if protocol.time is not None and (timed is None or timed.errors):
         parts += [f"{protocol.time.repeats} rounds of {len(protocol.cells)} rows to time"]
     if protocol.memory is not None:
-        programs = {program_of(cell) for cell in protocol.cells if cell.name not in weighed.get("rows", {})}
-        count = len(programs - weighed.get("programs", {}).keys()) * len(set(protocol.memory.batches))
+        programs = {program_of(cell) for cell in protocol.cells if cell.name not in weighed.rows}
+        count = len(programs - weighed.programs.keys()) * len(set(protocol.memory.batches))
         parts += [f"{count} processes to measure the memory"] if count else []
     parts += [] if (run.folder / SCORES_FILE).exists() and not left else ["the scores"]
     return ", ".join(parts) or "nothing"
-
-
-def _read(run: Run, name: str) -> dict[str, Any]:
-    return read_data(run.folder / name, STAGE_FILES[name], "delete it") or {}
 
 
 def count_images(run: Run) -> int:
@@ -73,65 +65,57 @@ def disk_gib(run: Run) -> float:
 def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
     protocol = runnable = run.protocol
-    given = protocol.reference
-    if _reason_against(lambda: check_device(protocol)):
-        runnable = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
+    found: list[str] = []
 
-    def each_extractor(spec: str) -> None:
+    def attempt(check: Callable[..., Any], *given: Any, where: str = "") -> bool:
+        try:
+            check(*given)
+        except (ElfattError, RunFailure) as error:
+            found.append(f"{where}{error}")
+            return False
+        return True
+
+    def extractor(spec: str) -> None:
         part = dataclasses.replace(runnable, extractors=(spec,), metrics=())
         score_inputs(part, load_extractors(part))
 
-    def each_metric(choice: MetricChoice) -> None:
+    def metric(choice: MetricChoice) -> None:
         if choice.metric in OF_FEATURES:  # of others, a missing extractor hides nothing
             check_feature_metrics([choice], load_extractors(runnable))
         load_metrics([choice], network_device(runnable))
 
-    checks: list[Callable[[], Any]] = [
-        lambda: check_writable(run.folder),
-        run.check,
-        *(functools.partial(Run.open, other) for other in reuse),
-        *first_checks(protocol),
-        *([lambda: is_moments(given) or check_images(given)] if protocol.extractors else []),
-        *(functools.partial(each_extractor, spec) for spec in protocol.extractors),
-        lambda: load_extractors(runnable),
-        *(functools.partial(each_metric, choice) for choice in protocol.metrics),
-        lambda: load_metrics(protocol.metrics, network_device(runnable)),  # are all names different?
-        lambda: _check_disk(run),
-    ]
-    found = [reason for check in checks if (reason := _reason_against(check))]
-    return list(dict.fromkeys([*found, *_obstacles_of_rows(runnable)]))
+    def disk() -> None:
+        needed, free = disk_gib(run), run.free_gib
+        if needed > free:
+            said = f"about {needed:.3g} GiB of disk are needed and {free:.3g} are free; make room."
+            raise ElfattError(f"{run.folder}: {said}")
 
-
-def _reason_against(check: Callable[[], Any]) -> str:
-    try:
-        check()
-    except (ElfattError, RunFailure) as error:
-        return str(error)
-    return ""
-
-
-def _check_disk(run: Run) -> None:
-    needed, free = disk_gib(run), run.free_gib
-    if needed > free:
-        raise ElfattError(
-            f"{run.folder}: about {needed:.3g} GiB of disk are needed and {free:.3g} are free; make room."
-        )
-
-
-def _obstacles_of_rows(protocol: Protocol) -> list[str]:
-    """Load the pipeline and patch it with each row's method."""
-    try:
-        pipe = load_protocol_pipeline(protocol)
-        check_size(protocol, pipe)
-    except (ElfattError, RunFailure) as error:
-        return [str(error)]
-
-    def patch(cell: Cell) -> None:
+    def patch(pipe: Any, cell: Cell) -> None:
         with row_patch(pipe, cell):
             pass
 
-    found = [(cell, _reason_against(functools.partial(patch, cell))) for cell in protocol.cells]
-    return [f"row {cell.name!r}: {reason}" for cell, reason in found if reason]
+    attempt(check_writable, run.folder)
+    attempt(run.check)
+    for other in reuse:
+        attempt(Run.open, other)
+    if not attempt(check_device, protocol):
+        runnable = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
+    for check in first_checks(runnable):
+        attempt(check)
+    if protocol.extractors:
+        attempt(lambda: is_moments(protocol.reference) or check_images(protocol.reference))
+    for each in protocol.extractors:
+        attempt(extractor, each)
+    attempt(load_extractors, runnable)
+    for choice in protocol.metrics:
+        attempt(metric, choice)
+    attempt(load_metrics, protocol.metrics, network_device(runnable))  # are all names different?
+    attempt(disk)
+    pipes: list[Any] = []
+    if attempt(lambda: pipes.append(load_protocol_pipeline(runnable))) and attempt(check_size, runnable, *pipes):
+        for cell in runnable.cells:
+            attempt(patch, *pipes, cell, where=f"row {cell.name!r}: ")
+    return list(dict.fromkeys(found))
 
 
 def evaluate(
@@ -159,14 +143,16 @@ def evaluate(
         leave_processes()
         if not first:
             return {}
+        measured = []
         if run.protocol.time is not None:
-            failed = _joined(failed, _Stage(run, "time", TIME_FILE, report).once(lambda: measure_time(run, report)))
+            measured += [_Stage(run, "time", TIME_FILE, report).once(lambda: measure_time(run, report))]
         free_memory()
         if run.protocol.memory is not None:
-            failed = _joined(
-                failed, _Stage(run, "memory", MEMORY_FILE, report).once(lambda: measure_memory(run, report))
-            )
+            measured += [_Stage(run, "memory", MEMORY_FILE, report).once(lambda: measure_memory(run, report))]
         write_page(run, report)
+        for name, reason in ((name, reason) for errors in measured for name, reason in errors.items()):
+            if reason not in failed.get(name, ""):
+                failed[name] = f"{failed[name]}; {reason}" if name in failed else reason
         return failed
 
 
@@ -179,7 +165,7 @@ def check_inputs(protocol: Protocol) -> None:
 
 def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
     """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
-    checks = [lambda: check_packages(protocol), lambda: check_device(protocol), lambda: _check_prompts(protocol)]
+    checks = [lambda: check_packages(protocol), lambda: check_device(protocol), lambda: check_prompts(protocol)]
     return [*checks, lambda: check_exists(protocol.reference.source)] if protocol.extractors else checks
 
 
@@ -188,7 +174,7 @@ def check_device(protocol: Protocol) -> None:
     pick_dtype(protocol.dtype, pick_device(protocol.device))
 
 
-def _check_prompts(protocol: Protocol) -> None:
+def check_prompts(protocol: Protocol) -> None:
     count = len(run_prompts(protocol))
     if count < 2:
         raise ElfattError("1 image a row has no distance; give at least 2 (limit, or classes and images_per_class).")
@@ -206,10 +192,11 @@ def score(run: Run, report: Report = print) -> None:
     inputs |= {"format": str(SCORES_FORMAT), **score_inputs(run.protocol, extractors)}
     stage = _Stage(run, "score", SCORES_FILE, report, inputs)
     stage.once(lambda: score_run(run, extractors, progress=every_minute(report)))
-    references = (read_data(run.folder / SCORES_FILE, Scores, "delete it") or {}).get("references")
-    for name in unreadable_references(references):
+    scores = read_record(run.folder / SCORES_FILE, Scores, _REMEDY)
+    references = scores.references.values() if scores else ()
+    for name in dict.fromkeys(name for part in references for name in part.unreadable):
         report(f"score: reference image not readable: {name}")
-    for words in dict.fromkeys(part["left_out"] for part in (references or {}).values() if part.get("left_out")):
+    for words in dict.fromkeys(part.left_out for part in references if part.left_out):
         report(f"score: reference: {words}")
 
 
@@ -261,9 +248,3 @@ class _Stage:
         with contextlib.suppress(ElfattError):
             return read_typed(self.run.folder / STAGES_FILE, dict[str, str], "") or {}
         return {}
-
-
-def _joined(failed: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
-    """Join the reasons of rows that failed in several stages."""
-    names = dict.fromkeys([*failed, *more])
-    return {name: "; ".join(dict.fromkeys(part[name] for part in (failed, more) if name in part)) for name in names}

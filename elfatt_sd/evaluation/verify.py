@@ -11,7 +11,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.generate import row_costs
 from elfatt_sd.evaluation.images import load_protocol_pipeline
 from elfatt_sd.evaluation.protocols import decisive
-from elfatt_sd.evaluation.records import MadeImage, ResultsRecord, read_data
+from elfatt_sd.evaluation.records import ResultsRecord, read_data
 from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, join_results
 from elfatt_sd.evaluation.run import COST_FILE, RUN_FILE, SCORES_FILE, Row, Run, clear_disk_errors
 from elfatt_sd.evaluation.score import score_run
@@ -20,10 +20,11 @@ from elfatt_sd.progress import Progress
 
 TOLERANCE = 1e-3  # another machine sums in another order
 _ROUNDING = 1e-9
+_SHAPES = {**STAGE_FILES, RESULTS_FILE: ResultsRecord}
 
 
 def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
-    problems = [*_check_images(run)]
+    problems = [problem for row in run.rows for problem in _check_images(run, row)]
     if sha256_of_data(decisive(run.record.protocol)) != run.record.identity:
         place = run.folder / RUN_FILE
         problems.insert(0, f"{place}: the protocol does not have the identity that is given; it was edited")
@@ -34,21 +35,16 @@ def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = 
     return [*problems, *_check_results(run)]
 
 
-def _check_images(run: Run) -> Iterator[str]:
-    for row in run.rows:
-        try:
-            if row.failure is not None:
-                continue
-            made = row.made_images()
-        except ElfattError as error:
-            yield str(error)
-            continue
-        if not run.shows_its_prompts(row, made):
-            yield f"{row.manifest}: images, prompts, classes or seeds are not the protocol's"
-        yield from _check_files(row, made)
-
-
-def _check_files(row: Row, made: list[MadeImage]) -> Iterator[str]:
+def _check_images(run: Run, row: Row) -> Iterator[str]:
+    try:
+        if row.failure is not None:
+            return
+        made = row.made_images()
+    except ElfattError as error:
+        yield str(error)
+        return
+    if not run.shows_its_prompts(row, made):
+        yield f"{row.manifest}: images, prompts, classes or seeds are not the protocol's"
     paths = {row.image_file(each.index): each.sha256 for each in made}
     for each in made:
         if row.folder / each.file != row.image_file(each.index):
@@ -65,8 +61,7 @@ def _check_files(row: Row, made: list[MadeImage]) -> Iterator[str]:
 
 def _check_scores(run: Run, progress: Progress | None) -> Iterator[str]:
     """Score the images again, in a folder that has nothing of what was computed before."""
-    path = run.folder / SCORES_FILE
-    recorded = yield from _recorded(run, SCORES_FILE)
+    recorded = yield from _recorded(run, SCORES_FILE, "deleted, or the run is not scored yet")
     if recorded is None:
         return
     place = cache_folder()  # which has room for features; a folder for temporary files may lie in memory
@@ -76,47 +71,39 @@ def _check_scores(run: Run, progress: Progress | None) -> Iterator[str]:
             score_run(run, folder=Path(name), progress=progress)
             computed = read_json(Path(name) / SCORES_FILE, "")
     for key, before, now in unequal(recorded, computed):
-        yield f"{path}: {key} is {before}, computed again {now}"
+        yield f"{run.folder / SCORES_FILE}: {key} is {before}, computed again {now}"
 
 
 def _check_cost(run: Run) -> Iterator[str]:
-    path = run.folder / COST_FILE
-    recorded = yield from _recorded(run, COST_FILE, needed=False)
+    recorded = yield from _recorded(run, COST_FILE)
     if recorded is None:
         return
     try:
         computed = row_costs(run.protocol, load_protocol_pipeline(run.protocol))
     except ElfattError as error:
-        yield f"{path}: it cannot be worked out again: {error}"
+        yield f"{run.folder / COST_FILE}: it cannot be worked out again: {error}"
         return
     for key, before, now in unequal(recorded["rows"], computed, tolerance=_ROUNDING):
-        yield f"{path}: {key} is {before}, worked out again {now}"
-
-
-def _recorded(run: Run, name: str, *, needed: bool = True) -> Generator[str, None, dict[str, Any] | None]:
-    path = run.folder / name
-    try:
-        data = read_data(path, STAGE_FILES[name], "it was edited", run.record.identity)
-    except ElfattError as error:
-        yield str(error)
-        return None
-    if data is None and needed:
-        yield f"{path}: deleted, or the run is not scored yet"
-    return data
+        yield f"{run.folder / COST_FILE}: {key} is {before}, worked out again {now}"
 
 
 def _check_results(run: Run) -> Iterator[str]:
-    path = run.folder / RESULTS_FILE
+    recorded = yield from _recorded(run, RESULTS_FILE, "deleted, or the run is not finished")
+    if recorded is not None:
+        for key, before, now in unequal(recorded, join_results(run), tolerance=0):
+            yield f"{run.folder / RESULTS_FILE}: {key} is {before}, in the files of the stages {now}"
+
+
+def _recorded(run: Run, name: str, missing: str = "") -> Generator[str, None, dict[str, Any] | None]:
     try:
-        recorded = read_data(path, ResultsRecord, "`elfatt-sd eval report` writes it again")
+        identity = run.record.identity if name in STAGE_FILES else None
+        data = read_data(run.folder / name, _SHAPES[name], "it was edited", identity)
     except ElfattError as error:
         yield str(error)
-        return
-    if recorded is None:
-        yield f"{path}: deleted, or the run is not finished"
-        return
-    for key, before, now in unequal(recorded, join_results(run), tolerance=0):
-        yield f"{path}: {key} is {before}, in the files of the stages {now}"
+        return None
+    if data is None and missing:
+        yield f"{run.folder / name}: {missing}"
+    return data
 
 
 def unequal(
@@ -124,7 +111,9 @@ def unequal(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Compare plain data; yields the place and both values of each difference."""
     if isinstance(before, dict) and isinstance(now, dict):
-        size = max(size, _size(now))
+        middle, ends = now.get("value", now.get("mean")), now.get("interval")
+        width = ends[1] - ends[0] if isinstance(ends, list) else 0.0
+        size = max(size, abs(middle) if isinstance(middle, float) else 0.0, width)
         for name in dict.fromkeys([*before, *now]):
             place = f"{key}.{name}" if key else str(name)
             yield from unequal(before.get(name), now.get(name), place, tolerance=tolerance, size=size)
@@ -137,9 +126,3 @@ def unequal(
             yield key, before, now
     elif before != now:
         yield key, before, now
-
-
-def _size(figure: dict[str, Any]) -> float:
-    middle, ends = figure.get("value", figure.get("mean")), figure.get("interval")
-    width = ends[1] - ends[0] if isinstance(ends, list) else 0.0
-    return max(abs(middle) if isinstance(middle, float) else 0.0, width)

@@ -17,9 +17,8 @@ from PIL import Image
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.drawing.pictures import side_by_side
 from elfatt_sd.errors import need
-from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS
+from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, drawing, to_png
 from elfatt_sd.evaluation.report.page import STYLE, flatten, page_template
-from elfatt_sd.evaluation.report.plots import drawing, to_png
 from elfatt_sd.files import write_file
 from elfatt_sd.measure import Spread
 from elfatt_sd.patch import apply_patch, remove_patch

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from elfatt_sd.drawing.studio import Result, Studio
-from elfatt_sd.evaluation.report.charts import INK
-from elfatt_sd.evaluation.report.plots import drawing, to_png
+from elfatt_sd.evaluation.report.charts import INK, drawing, to_png
 from elfatt_sd.files import write_file
 from elfatt_sd.visualize.looks import Asked, Grouping, Heads, Look
 from elfatt_sd.visualize.recording import watch

@@ -14,14 +14,14 @@ from torch import nn
 
 from elfatt_sd.evaluation import measure
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.report import charts, plots
+from elfatt_sd.evaluation.report import charts
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.stages import evaluate
 
 
 def draw_few_plots(patch: pytest.MonkeyPatch) -> None:
     """Let reports have one plot: all of them take longer to draw than a small run to be made."""
-    patch.setattr(plots, "_makers", lambda results: [charts.closeness])
+    patch.setattr(charts, "_makers", lambda results: [charts.closeness])
 
 
 @pytest.fixture(scope="module", autouse=True)

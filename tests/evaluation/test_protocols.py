@@ -11,6 +11,7 @@ import pytest
 from support import runs
 
 from elfatt_sd.attention.ordering import partition
+from elfatt_sd.config import PRESETS
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Protocol, decisive, differences, load_protocol
 from elfatt_sd.files import sha256_of_data
@@ -46,6 +47,7 @@ def test_the_papers_table_is_complete() -> None:
     assert [cell.label for cell in protocol.cells].count("ELFATT-SD") == 5
     for label in ("Agent-SD", "ELFATT-SD", "ToMe-SD"):
         assert [cell.settings["ratio"] for cell in protocol.cells if cell.label == label] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert load_protocol("toy_full").published == protocol.published
     printed = {(row["label"], row.get("ratio")) for row in protocol.published["rows"]}
     ours = {(cell.label, cell.settings.get("ratio")) for cell in protocol.cells if cell.role != "null"}
     assert printed == ours
@@ -53,27 +55,12 @@ def test_the_papers_table_is_complete() -> None:
 
 
 def test_settings_with_several_values_become_rows(tmp_path: Path) -> None:
+    """And the null row has other seeds."""
     cells = runs.CELLS + '[[cells]]\nmethod = "elfatt"\nratio = [0.1, 0.2]\nblock_size = [32, 64]\n'
-    names = [cell.name for cell in load(tmp_path, cells=cells).cells]
-    assert names[-4:] == [f"elfatt-ratio{ratio}-block_size{size}" for ratio in (0.1, 0.2) for size in (32, 64)]
-
-
-def test_the_null_row_has_other_seeds(tmp_path: Path) -> None:
-    protocol = load(tmp_path)
-    assert [cell.seed_offset for cell in protocol.cells] == [0, NULL_SEED_OFFSET, 0, 0]
-
-
-def test_phases_make_a_custom_method(tmp_path: Path) -> None:
-    own = """
-[[cells]]
-name = "late"
-label = "blocks in the last 80 %"
-phases = [{ until = 0.2 }, { until = 1.0, attention = "block", block_order = "spread", block_size = 64 }]
-max_downsample = 2
-"""
-    config = load(tmp_path, cells=runs.CELLS + own).cells[-1].config()
-    assert [phase.attention.name for phase in config.phases] == ["softmax", "block"]
-    assert (config.method, config.max_downsample, config.phases[1].block_size) == ("custom", 2, 64)
+    protocol = load(tmp_path, cells=cells)
+    names = [f"elfatt-ratio{ratio}-block_size{size}" for ratio in (0.1, 0.2) for size in (32, 64)]
+    assert [cell.name for cell in protocol.cells[-4:]] == names
+    assert [cell.seed_offset for cell in protocol.cells] == [0, NULL_SEED_OFFSET, *[0] * 6]
 
 
 LATE = """
@@ -119,9 +106,6 @@ use_rand = false
         assert cell.settings == {"use_rand": False}
         assert cell.shown == {"use_rand": False, "until": first.until, "block_size": second.block_size}
     assert Protocol.from_dict(json.loads(json.dumps(protocol.to_dict()))).identity == protocol.identity
-
-
-def test_a_list_in_several_phases_is_told_by_the_phase(tmp_path: Path) -> None:
     blocks = 'attention = "block", block_size = [32, 56]'
     own = f"{LATE}\nphases = [{{ until = 0.5, {blocks} }}, {{ until = 1.0, {blocks} }}]\n"
     cells = load(tmp_path, cells=runs.CELLS + own).cells[-4:]
@@ -131,42 +115,24 @@ def test_a_list_in_several_phases_is_told_by_the_phase(tmp_path: Path) -> None:
     assert len({cell.config() for cell in cells}) == 4
 
 
-@pytest.mark.parametrize("override", ["time.repeats=0", "memory.batches=[]"])
-def test_nothing_to_measure_leaves_a_stage_out(tmp_path: Path, override: str) -> None:
-    plain = load(tmp_path, "time.repeats=3", "memory.batches=[1, 2]")
-    assert plain.time is not None
-    assert plain.memory is not None
-    without = load(tmp_path, "time.repeats=3", "memory.batches=[1, 2]", override)
-    assert (without.time is None) == override.startswith("time")
-    assert (without.memory is None) == override.startswith("memory")
-    assert load(tmp_path, override).identity == load(tmp_path).identity
-
-
-def test_overrides_change_values_and_identity(tmp_path: Path) -> None:
+def test_what_changes_the_identity(tmp_path: Path) -> None:
     plain = load(tmp_path)
     changed = load(tmp_path, "steps=9", "time.repeats=3", "template=a photo of a {label}", "reference.source=/data/val")
     assert (changed.steps, changed.template, changed.reference.source) == (9, "a photo of a {label}", "/data/val")
-    assert changed.time is not None
-    assert changed.time.repeats == 3
-    assert changed.identity != plain.identity
+    assert changed.time is not None and changed.time.repeats == 3
     assert "steps: 4 there, 9 here" in differences(plain.to_dict(), changed.to_dict())
-
-
-def test_a_variant_changes_the_identity_and_none_leaves_it_as_it_was(tmp_path: Path) -> None:
-    plain = load(tmp_path)
-    assert load(tmp_path, "variant=fp16").identity != plain.identity
+    for override in ("steps=9", "reference.count=7", "variant=fp16"):
+        assert load(tmp_path, override).identity != plain.identity, override
+    # words, what the metric's name says, and what measures nothing
+    kept = ("description=other words", "reference.allow_count=true", "time.repeats=0", "memory.batches=[]")
+    for override in kept:
+        assert load(tmp_path, override).identity == plain.identity, override
+    both = load(tmp_path, "time.repeats=3", "memory.batches=[1, 2]")
+    assert both.time is not None and both.memory is not None
+    without = load(tmp_path, "time.repeats=3", "memory.batches=[1, 2]", *kept[2:])
+    assert (without.time, without.memory) == (None, None)
     older = {key: value for key, value in plain.to_dict().items() if key != "variant"}
     assert sha256_of_data(decisive(older)) == plain.identity == Protocol.from_dict(older).identity
-
-
-def test_words_do_not_change_the_identity(tmp_path: Path) -> None:
-    assert load(tmp_path, "description=other words").identity == load(tmp_path).identity
-
-
-def test_an_allowed_count_lets_a_run_go_on(tmp_path: Path) -> None:
-    """The number of pictures stands in the metric's name."""
-    assert load(tmp_path, "reference.allow_count=true").identity == load(tmp_path).identity
-    assert load(tmp_path, "reference.count=7").identity != load(tmp_path).identity
 
 
 @pytest.mark.parametrize(
@@ -184,10 +150,6 @@ def test_printed_figures_have_known_names(tmp_path: Path, published: dict[str, A
 
 
 def test_the_identity_covers_what_presets_resolve_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import dataclasses
-
-    from elfatt_sd.config import PRESETS
-
     before = load(tmp_path)
     preset = PRESETS["elfatt"]
     phases = (preset.phases[0].with_settings({"agents": 65}), *preset.phases[1:])
@@ -271,22 +233,11 @@ def test_wrong_cells_are_named(tmp_path: Path, cell: str, parts: tuple[str, ...]
         assert part in str(error.value)
 
 
-def test_no_baseline_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ElfattError, match="0 cells of role 'baseline'"):
-        load(tmp_path, cells='[[cells]]\nmethod = "tome"\n')
-
-
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ElfattError, match=r"'nonsense' does not exist.*paper_table"):
         load_protocol("nonsense")
-    broken = tmp_path / "broken.toml"
-    broken.write_text("steps = = 3")
-    with pytest.raises(ElfattError, match=r"broken\.toml is not valid TOML"):
-        load_protocol(broken)
-
-
-def test_printed_figures_may_come_from_another_protocol() -> None:
-    assert load_protocol("toy_full").published == load_protocol("paper_table").published
+    with pytest.raises(ElfattError, match="0 cells of role 'baseline'"):
+        load(tmp_path, cells='[[cells]]\nmethod = "tome"\n')
 
 
 def test_a_limit_is_a_quick_look_at_time_and_memory_too() -> None:
@@ -313,6 +264,7 @@ def test_a_limit_is_a_quick_look_at_time_and_memory_too() -> None:
         ("published.rows = [{ label = 'a', FID = inf }]", r"published\.rows\[0\]\.FID=inf"),
         ("published.rows = [{ label = 'a', FID = 12:00:00 }]", r"published\.rows\[0\]\.FID=12:00:00"),
         ("a = " + "[" * 5000, "not valid TOML"),
+        ("steps = = 3", r"odd\.toml is not valid TOML"),
     ],
 )
 def test_what_no_file_of_a_run_can_hold_is_refused(tmp_path: Path, line: str, named: str) -> None:
@@ -323,15 +275,12 @@ def test_what_no_file_of_a_run_can_hold_is_refused(tmp_path: Path, line: str, na
     assert "\n" not in str(error.value)
 
 
-def test_what_is_not_utf_8_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "plain.toml").write_text(runs.UNTOUCHED)
-    with pytest.raises(ElfattError, match=r"template=\\udcff\{label\} is not accepted; accepted: text in UTF-8"):
-        load_protocol(tmp_path / "plain.toml", ["template=\udcff{label}"])
-
-
-def test_folders_that_some_systems_take_for_one_are_refused(tmp_path: Path) -> None:
+def test_what_some_systems_take_for_one_or_cannot_hold_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "odd.toml"
     cells = "".join(f'[[cells]]\nname = "{name}"\nlabel = "x"\nmethod = "tome"\n' for name in ("ガ", "ｶﾞ"))
     path.write_text(runs.UNTOUCHED + cells, encoding="utf-8")
     with pytest.raises(ElfattError, match="given twice"):
         load_protocol(path)
+    path.write_text(runs.UNTOUCHED)
+    with pytest.raises(ElfattError, match=r"template=\\udcff\{label\} is not accepted; accepted: text in UTF-8"):
+        load_protocol(path, ["template=\udcff{label}"])

@@ -662,8 +662,3 @@ def latex_rows(text):
     rows = [line.split("&") for line in body.splitlines() if "&" in line]
     spans = [[re.search(r"\\multicolumn\{(\d+)\}", cell) for cell in row] for row in rows]
     return [sum(int(span[1]) if span else 1 for span in row) for row in spans]
-
-
-def lowest_psnr(table):
-    place = [column.title for column in table.columns].index("Lowest PSNR, dB") - table.heads
-    return [line.entries[place].text for line in table.lines]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from elfatt_sd.config import METHODS
-from elfatt_sd.evaluation.report.plots import drawing
+from elfatt_sd.evaluation.report.charts import drawing
 from tools.drawings import draw_phases, main
 
 

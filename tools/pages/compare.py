@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.report.data import Estimate, Results, Row
-from elfatt_sd.evaluation.report.tables import decimals_for, fixed, interval
-from elfatt_sd.evaluation.report.writers import md_table
+from elfatt_sd.evaluation.records import Estimate
+from elfatt_sd.evaluation.report.data import Results, Row
+from elfatt_sd.evaluation.report.tables import decimals_for, fixed, interval, md_table
 from elfatt_sd.evaluation.statistics import Estimate as Mean
 from elfatt_sd.measure import Spread, ratios
 
@@ -48,11 +48,11 @@ def compare_rows(results: Results, cells: Sequence[str], others: Sequence[Result
         {measure: _mean(one, _differences(one, other, measure)) for measure in _MEASURES}
         for (one, _), (other, _) in pairs
     ]
-    timed = all(row.time_values("unet") for pair in pairs for row, _ in pair) and not any("/" in cell for cell in cells)
+    timed = all(row.timed["unet"].values for pair in pairs for row, _ in pair) and "/" not in "".join(cells)
     decimals = {measure: decimals_for(each[measure] for each in means) for measure in _MEASURES}
     lines = []
     for ((one, name), (other, against)), each in zip(pairs, means, strict=True):
-        none = "identical" if {*one.each("psnr"), *other.each("psnr")} == {None} else "—"
+        none = "identical" if {*one.changes["psnr"].pictures, *other.changes["psnr"].pictures} == {None} else "—"
         figures = [none if mean is None else _text(mean, decimals[measure]) for measure, mean in each.items()]
         speed = [_times_as_fast(one, other)] if timed else []
         lines.append([name, against, *figures, _closer(one, other), *speed])
@@ -61,12 +61,12 @@ def compare_rows(results: Results, cells: Sequence[str], others: Sequence[Result
 
 
 def _times_as_fast(one: Row, other: Row) -> str:
-    return Spread.over(ratios(other.time_values("unet"), one.time_values("unet"))).words()
+    return Spread.over(ratios(other.timed["unet"].values, one.timed["unet"].values)).words()
 
 
 def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
     """Return the difference in each image; None where one of the two equals the untouched one."""
-    sides = [row.each(measure) for row in (one, other)]
+    sides = [row.changes[measure].pictures for row in (one, other)]
     if not all(sides):
         raise ElfattError(f"rows {one.name!r} and {other.name!r} have no figures of each image; score the run again.")
     if len(sides[0]) != len(sides[1]) or one.image_classes != other.image_classes:
@@ -76,7 +76,8 @@ def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
 
 def _closer(one: Row, other: Row) -> str:
     """Say in how many images the first row is closer; an untouched image has no PSNR, that is, an infinite one."""
-    ours, theirs = ([math.inf if value is None else value for value in row.each("psnr")] for row in (one, other))
+    sides = (row.changes["psnr"].pictures for row in (one, other))
+    ours, theirs = ([math.inf if value is None else value for value in side] for side in sides)
     return f"{sum(a > b for a, b in zip(ours, theirs, strict=True))} of {len(ours)}"
 
 

@@ -16,8 +16,7 @@ from pathlib import Path
 from elfatt_sd.devices import short_commit
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
-from elfatt_sd.evaluation.report.tables import plural, study_table
-from elfatt_sd.evaluation.report.writers import to_markdown
+from elfatt_sd.evaluation.report.tables import plural, study_table, to_markdown
 from elfatt_sd.files import link, place_of
 from tools.pages.blocks import MISSING, check_markers, check_results, fill_blocks
 from tools.pages.compare import compare_rows
@@ -65,7 +64,7 @@ def _compare(name: str, cells: Sequence[str], folder: Path) -> str:
 
 
 def _headline(plot: str, cells: Sequence[str], folder: Path, start: Path, plots: dict[Path, bytes]) -> str:
-    from elfatt_sd.evaluation.report.plots import drawing, to_png
+    from elfatt_sd.evaluation.report.charts import drawing, to_png
     from tools.pages.headline import draw_headline, headline_table
 
     chosen = []
@@ -93,7 +92,7 @@ def _rows(folder: Path, options: Sequence[str], start: Path) -> str:
 
 
 def _pareto(plot: str, names: Sequence[str], folder: Path, start: Path, plots: dict[Path, bytes]) -> str:
-    from elfatt_sd.evaluation.report.plots import drawing, to_png
+    from elfatt_sd.evaluation.report.charts import drawing, to_png
     from tools.pages.pareto import draw_pareto
 
     there = [name for name in names if place_of(folder, name).is_dir()]

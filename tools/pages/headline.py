@@ -29,7 +29,7 @@ def headline_table(chosen: Sequence[tuple[Results, Row]], benchmarks: Path) -> s
     titles = ["method", "closeness (PSNR)", "toy, 256", *calls]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
     for _, row in chosen:
-        psnr, speed = row.psnr, row.speedup("unet")
+        psnr, speed = row.psnr, row.timed["unet"].speed
         cells = ["" if psnr is None else f"{fixed(psnr.value, 1)} dB"]
         cells += ["" if speed is None else f"{fixed(speed.value, 2)}{TIMES}"]
         cells += [_call(known.get(row.method)) for known in calls.values()]
@@ -49,7 +49,7 @@ def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
     figure, axes = figure_and_axes(_HEIGHT, _WIDTH)
     points: list[str] = []
     for run, row in chosen:
-        psnr, speed = row.psnr, row.speedup("unet")
+        psnr, speed = row.psnr, row.timed["unet"].speed
         if psnr is None or speed is None:
             raise ElfattError(f"row {row.name!r} of {run.name} has no closeness or no time, and no place in the plot.")
         style = Palette(run).style(row)

@@ -11,12 +11,22 @@ from numpy.typing import ArrayLike, NDArray
 
 from elfatt_sd.config import METHODS
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.report.charts import INK, PAPER, Chart, figure_and_axes, legend_above
+from elfatt_sd.evaluation.records import Estimate
+from elfatt_sd.evaluation.report.charts import (
+    CROWDED_HEIGHT,
+    INK,
+    PAPER,
+    Chart,
+    Spot,
+    draw_front,
+    figure_and_axes,
+    front,
+    legend_above,
+    write_beside,
+)
 from elfatt_sd.evaluation.report.charts import METHODS as COLOURS
-from elfatt_sd.evaluation.report.data import METHOD, Estimate, Results, Row, setting_text
-from elfatt_sd.evaluation.report.plots import CROWDED_HEIGHT, Spot, draw_front, front, write_beside
-from elfatt_sd.evaluation.report.tables import TIMES, decimals_for, fixed, interval, span
-from elfatt_sd.evaluation.report.writers import md_table
+from elfatt_sd.evaluation.report.data import METHOD, Results, Row, setting_text
+from elfatt_sd.evaluation.report.tables import TIMES, decimals_for, fixed, interval, md_table, span
 from elfatt_sd.phases import Phase
 from tools.pages.compare import check_alike
 
@@ -157,7 +167,7 @@ def _entrants(runs: Sequence[Results]) -> list[_Entrant]:
     found: list[_Entrant] = []
     for run in runs:
         for row in run.rows:
-            speed, value = row.speedup("unet"), row.psnr
+            speed, value = row.timed["unet"].speed, row.psnr
             if row.role == METHOD and speed is not None and value is not None:
                 found.append(_Entrant(run, Spot(row, 1 / speed.value, value), speed))
     return found

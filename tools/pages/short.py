@@ -9,8 +9,7 @@ from elfatt_sd.benchmarking.record import Results as Benchmark
 from elfatt_sd.benchmarking.tables import KEYS, clock, scaled, spread
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.tables import Line, Table, study_table
-from elfatt_sd.evaluation.report.writers import to_markdown
+from elfatt_sd.evaluation.report.tables import Line, Table, study_table, to_markdown
 
 MOST_ROWS = 6
 _LEFT_OUT = ("Feature cosine",)  # moves with the SSIM

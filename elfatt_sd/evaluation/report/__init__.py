@@ -36,9 +36,8 @@ def write_report(results: Results) -> Path:
 def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
     """Return the whole report: page, tables and plots, by the names of their files."""
     need("a report", *REPORT)
-    from elfatt_sd.evaluation.report.charts import Palette
+    from elfatt_sd.evaluation.report.charts import Palette, draw_plots
     from elfatt_sd.evaluation.report.page import Pictures, render_page
-    from elfatt_sd.evaluation.report.plots import draw_plots
 
     plots, missing = draw_plots(results, Palette(results))
     tables = written_tables(results)
@@ -67,18 +66,19 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 def written_tables(results: Results) -> dict[str, str]:
     """Return the table in its three written forms, by the names of their files."""
-    from elfatt_sd.evaluation.report.published import comparable_words
+    from elfatt_sd.evaluation.report import tables
+    from elfatt_sd.evaluation.report.data import comparable_words
     from elfatt_sd.evaluation.report.summary import findings, headline
-    from elfatt_sd.evaluation.report.tables import main_table, metrics_table, more_table, shown
-    from elfatt_sd.evaluation.report.writers import md_escape, to_csv, to_latex, to_markdown
 
-    main, told, words = main_table(results), headline(results), comparable_words(results)
-    bullets = "".join(f"- {md_escape(sentence)}\n" for sentence in findings(results))
-    parts = [f"# {md_escape(results.name)}", md_escape(told), bullets, to_markdown(main), md_escape(words)]
-    metrics = metrics_table(results)
-    parts += ["## Further metrics", to_markdown(metrics)] if metrics else []
-    parts += ["## More measures", to_markdown(more_table(results))]
-    markdown = "\n\n".join(part.strip() for part in parts) + "\n"
-    latex = to_latex(main, f"Protocol {results.name}. {told} {words}", results.name)
-    written = {"table.csv": to_csv(results), "table.md": markdown, "table.tex": latex}
-    return {name: shown(text) for name, text in written.items()}
+    main, metrics, escape = tables.main_table(results), tables.metrics_table(results), tables.md_escape
+    said, words = headline(results), comparable_words(results)
+    bullets = "".join(f"- {escape(sentence)}\n" for sentence in findings(results))
+    parts = [f"# {escape(results.name)}", escape(said), bullets, tables.to_markdown(main), escape(words)]
+    parts += ["## Further metrics", tables.to_markdown(metrics)] if metrics else []
+    parts += ["## More measures", tables.to_markdown(tables.more_table(results))]
+    written = {
+        "table.csv": tables.to_csv(results),
+        "table.md": "\n\n".join(part.strip() for part in parts) + "\n",
+        "table.tex": tables.to_latex(main, f"Protocol {results.name}. {said} {words}", results.name),
+    }
+    return {name: tables.shown(text) for name, text in written.items()}

@@ -13,10 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.evaluation.records import MadeImage
-from elfatt_sd.evaluation.report.charts import METHODS, METHODS_DARK, Palette
-from elfatt_sd.evaluation.report.data import NULL, PARTS, Results, Row, is_kernel
-from elfatt_sd.evaluation.report.plots import Plot
-from elfatt_sd.evaluation.report.published import comparability, comparable_words, published_source
+from elfatt_sd.evaluation.report.charts import METHODS, METHODS_DARK, Palette, Plot
+from elfatt_sd.evaluation.report.data import (
+    NULL,
+    PARTS,
+    Results,
+    Row,
+    comparability,
+    comparable_words,
+    is_kernel,
+    published_source,
+)
 from elfatt_sd.evaluation.report.summary import findings, headline, recommended
 from elfatt_sd.evaluation.report.tables import main_table, metrics_table, more_table, published_table, shown
 from elfatt_sd.evaluation.run import RowFolder
@@ -113,15 +120,10 @@ class Pictures:
         if key not in self._encoded:
             made = self._listed(row).get(index)
             path = self._folder(row).image_file(index)
-            uri, gap = _data_uri(path, made.sha256, detail, *self._clip) if made else (None, "no image")
+            clip = self.results.protocol.get("frames") or 1, self.results.protocol.get("frame_rate") or 16.0
+            uri, gap = _data_uri(path, made.sha256, detail, *clip) if made else (None, "no image")
             self._encoded[key] = Picture(row, index, self.prompts[index], uri, gap)
         return self._encoded[key]
-
-    @property
-    def _clip(self) -> tuple[int, float]:
-        """Frames of each image, and how many are shown a second."""
-        frames, rate = (self.results.protocol.get(key) for key in ("frames", "frame_rate"))
-        return max(frames or 1, 1), rate if rate and 0.01 <= rate <= 1000 else 16.0
 
     def _folder(self, row: Row) -> RowFolder:
         return RowFolder(self.results.folder / "cells" / row.cell)
@@ -158,7 +160,7 @@ def _data_uri(path: Path, sha256: str, detail: Detail, frames: int, rate: float)
         options |= {"save_all": True, "append_images": shown[1:], "duration": round(1000 * every / rate), "loop": 0}
     stream = io.BytesIO()
     shown[0].save(stream, "WEBP", **options)
-    return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode('ascii')}", ""
+    return f"data:image/webp;base64,{_base64(stream.getvalue())}", ""
 
 
 MAX_BYTES = 5 * 1000 * 1000
@@ -173,37 +175,15 @@ def render_page(
     """Write the page with as much of the images as fits into `MAX_BYTES`."""
     from markupsafe import Markup
 
+    light, dark = (
+        ";".join(f"--m{slot}:{colour}" for slot, colour in enumerate(colours)) for colours in (METHODS, METHODS_DARK)
+    )
+    palette = f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"  # and for print
     template = page_template(_HERE / "template.html.j2")
     shared = {
         "markup": Markup,
-        "style": Markup(_colours() + STYLE.read_text(encoding="utf-8")),
+        "style": Markup(palette + STYLE.read_text(encoding="utf-8")),
         "script": Markup((_HERE / "script.js").read_text(encoding="utf-8")),
-        **_told(results),
-        "plots": plots,
-        "missing": missing,
-        "downloads": {name: _download(name, text) for name, text in files.items()},
-    }
-    page = ""
-    for detail in DETAILS:
-        page = shown(template.render(**shared, **_pictures(pictures, detail)))
-        if len(page.encode("utf-8")) <= MAX_BYTES:
-            break
-    return page
-
-
-def page_template(path: Path) -> jinja2.Template:
-    """Return the template of a page: all that is put into it is escaped, and all that it names must be given."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(path.parent), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    return environment.get_template(path.name)
-
-
-def _told(results: Results) -> dict[str, Any]:
-    return {
         "results": results,
         "palette": Palette(results),
         "headline": headline(results),
@@ -222,24 +202,36 @@ def _told(results: Results) -> dict[str, Any]:
         "timed": PARTS[results.time_part],
         "facts": [*flatten(results.environment), *flatten({"reference": results.data.get("reference")})],
         "protocol": json.dumps(results.protocol, indent=2, ensure_ascii=False, default=str),
+        "plots": plots,
+        "missing": missing,
+        "downloads": {
+            name: f"data:{_TYPES[Path(name).suffix]};charset=utf-8;base64,{_base64(text.encode())}"
+            for name, text in files.items()
+        },
     }
+    page = ""
+    for detail in DETAILS:
+        grid = [line for line in pictures.grid(detail) if line]
+        changed = pictures.most_changed(detail)
+        page = shown(template.render(**shared, detail=detail, grid=grid, changed=changed))
+        if len(page.encode("utf-8")) <= MAX_BYTES:
+            break
+    return page
 
 
-def _pictures(pictures: Pictures, detail: Detail) -> dict[str, Any]:
-    grid = pictures.grid(detail)
-    return {"detail": detail, "grid": [line for line in grid if line], "changed": pictures.most_changed(detail)}
+def page_template(path: Path) -> jinja2.Template:
+    """Return the template of a page: all that is put into it is escaped, and all that it names must be given."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(path.parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    return environment.get_template(path.name)
 
 
-def _download(name: str, text: str) -> str:
-    content = base64.b64encode(text.encode("utf-8")).decode("ascii")
-    return f"data:{_TYPES[Path(name).suffix]};charset=utf-8;base64,{content}"
-
-
-def _colours() -> str:
-    """Define the methods' colours for light paper, dark screens and print."""
-    light = ";".join(f"--m{slot}:{colour}" for slot, colour in enumerate(METHODS))
-    dark = ";".join(f"--m{slot}:{colour}" for slot, colour in enumerate(METHODS_DARK))
-    return f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

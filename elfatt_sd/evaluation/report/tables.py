@@ -1,30 +1,35 @@
-"""The tables of a report: what each column shows of a row, as page, Markdown and LaTeX write it."""
+"""The tables of a report: what each column shows of a row, as Markdown and LaTeX; and every figure as CSV."""
 
 from __future__ import annotations
 
-import functools
+import csv
+import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import median
 from typing import Any
 
+from elfatt_sd.evaluation.records import Estimate, Figure, estimate
 from elfatt_sd.evaluation.report.data import (
     BASELINE,
+    FIGURES,
+    MEASURES,
     NULL,
     PARTS,
     STAGES,
     TIME_COLUMNS,
-    Estimate,
     Results,
     Row,
-    estimate,
+    is_withheld,
+    published_for,
+    published_rows,
+    published_source,
     setting_text,
     setting_title,
 )
-from elfatt_sd.evaluation.report.published import FIGURES, published_for, published_rows, published_source
 from elfatt_sd.evaluation.statistics import BETTER, TOO_FEW, WORSE
 
 MISSING, DASH, REFERENCE, THIS_RUN = "not measured", "—", "reference", "This run"
@@ -99,7 +104,7 @@ def main_table(results: Results) -> Table:
     """
     columns = [] if results.distance is None else _distance_columns(results, results.distance)
     if "mean" in results.attributes:
-        columns.append(("Accuracy ↑", _estimates(results, lambda row: row.accuracy("mean"))))
+        columns.append(("Accuracy ↑", _values(results, "accuracy", "mean")))
     columns += [(TIME_COLUMNS[results.time_part], _times(results, results.time_part))]
     columns += [("GiB/img", _memory(results)), ("PSNR, dB", _paired(results, "psnr", 1))]
     return _table(results, columns, published=bool(published_rows(results)))
@@ -114,33 +119,26 @@ def more_table(results: Results) -> Table:
     columns += [("SSIM", _paired(results, "ssim", 2)), ("Feature cosine", _paired(results, "cosine", 2))]
     for name in results.attributes:
         if name == "mean":
-            columns.append(
-                ("Accuracy difference", _differences(results, lambda row: row.difference("mean", "accuracy")))
-            )
-            columns.append(("Accuracy verdict", _verdicts("mean", "accuracy")))
+            columns += _difference_columns(results, "Accuracy", "accuracy", name)
         else:
-            columns.append(
-                (f"{setting_title(name)} accuracy", _estimates(results, functools.partial(Row.accuracy, name=name)))
-            )
+            columns.append((f"{setting_title(name)} accuracy", _values(results, "accuracy", name)))
     columns += [(TIME_COLUMNS[part], _times(results, part)) for part in PARTS if part != results.time_part]
-    plain: list[tuple[str, Callable[[Row], float | None]]] = []
-    if any(row.cost.density is not None for row in results.rows):
-        plain.append(("Attention density", lambda row: row.cost.density))
-    if any(row.cost.multiply_adds is not None for row in results.rows):
-        plain.append(
-            ("Denoiser, 10¹² multiply-adds/img", lambda row: row.cost.multiply_adds and row.cost.multiply_adds / 1e12)
-        )
-    plain += [
-        (f"{STAGES[stage]}, GiB/img", functools.partial(Row.stage_slope, stage=stage)) for stage in results.stages
-    ]
-    plain.append(("Memory at batch 0, GiB", lambda row: row.memory.intercept_gib))
-    plain.append(("Fit error, GiB", lambda row: row.memory.fit_error_gib))
-    columns += [(title, _estimates(results, _whole(get))) for title, get in plain]
+    plain: list[tuple[str, list[float | None]]] = [("Attention density", [row.cost.density for row in results.rows])]
+    adds = [row.cost.multiply_adds and row.cost.multiply_adds / 1e12 for row in results.rows]
+    plain += [("Denoiser, 10¹² multiply-adds/img", adds)]
+    for stage, title in STAGES.items():
+        plain.append((f"{title}, GiB/img", [_slope(row, stage) for row in results.rows]))
+    plain = [(title, values) for title, values in plain if any(value is not None for value in values)]
+    plain.append(("Memory at batch 0, GiB", [row.memory.intercept_gib for row in results.rows]))
+    plain.append(("Fit error, GiB", [row.memory.fit_error_gib for row in results.rows]))
+    for title, values in plain:
+        known = {row: estimate(value) for row, value in zip(results.rows, values, strict=True)}
+        columns.append((title, _estimates(results, known.__getitem__)))
     return _table(results, columns)
 
 
-def _whole(get: Callable[[Row], float | None]) -> Callable[[Row], Estimate | None]:
-    return lambda row: estimate(get(row), None)
+def _slope(row: Row, stage: str) -> float | None:
+    return row.stages[stage].gib_per_image if stage in row.stages else None
 
 
 def study_table(results: Results) -> Table:
@@ -151,8 +149,15 @@ def study_table(results: Results) -> Table:
         _, (title, difference), verdict = _distance_columns(results, results.distance)
         columns += [(f"{results.distance} {title[0].lower()}{title[1:]}", difference), verdict]
     if "mean" in results.attributes:
-        columns.append(("Accuracy ↑", _judged_accuracy(results)))
-    part = "unet" if any(row.seconds("unet") is not None for row in results.rows) else results.time_part
+        plain = _values(results, "accuracy", "mean")
+
+        def judged(row: Row) -> Entry:
+            """The interval of the share alone does not tell: the verdict is of the paired difference."""
+            verdict = row.accuracy["mean"].difference.verdict
+            return replace(plain(row), remark=verdict) if verdict in (BETTER, WORSE) else plain(row)
+
+        columns.append(("Accuracy ↑", judged))
+    part = "unet" if any(row.timed["unet"].seconds_per_image is not None for row in results.rows) else results.time_part
     return _table(results, [*columns, (TIME_COLUMNS[part], _times(results, part))])
 
 
@@ -160,16 +165,27 @@ def metrics_table(results: Results) -> Table | None:
     """Build the table of all further metrics; None where there is none."""
     columns: _Columns = []
     for name in results.metrics:
-        better = next(row.metrics[name].better for row in results.rows if name in row.metrics)
-        values = _estimates(results, functools.partial(Row.metric, name=name))
-        made = _where_compared(values, name) if results.compares(name) else values
-        columns.append((f"{name}{_ARROWS.get(better, '')}", made))
-        if any(row.difference(name, "metrics") for row in results.rows):
-            differences = _differences(results, functools.partial(Row.difference, name=name, of="metrics"))
-            columns.append((f"{name} difference", differences))
-        if any(row.verdict(name, "metrics") for row in results.rows):
-            columns.append((f"{name} verdict", _verdicts(name, "metrics")))
+        figures = [row.metrics[name] for row in results.rows]
+        better = next((figure.better for figure in figures if figure.better), "")
+        values = _values(results, "metrics", name, paired=results.compares(name))
+        columns.append((f"{name}{_ARROWS.get(better, '')}", values))
+        difference, verdict = _difference_columns(results, name, "metrics", name)
+        columns += [difference] if any(figure.difference.value is not None for figure in figures) else []
+        columns += [verdict] if any(figure.difference.verdict for figure in figures) else []
     return _table(results, columns) if columns else None
+
+
+def _values(results: Results, kind: str, name: str, *, paired: bool = False) -> _Maker:
+    return _estimates(results, lambda row: getattr(row, kind)[name].estimate, paired=paired)
+
+
+def _difference_columns(results: Results, title: str, kind: str, name: str) -> _Columns:
+    def figure(row: Row) -> Figure:
+        found: Figure = getattr(row, kind)[name]
+        return found
+
+    values = _estimates(results, lambda row: figure(row).difference.estimate, sign=True, paired=True)
+    return [(f"{title} difference", values), (f"{title} verdict", _verdicts(figure))]
 
 
 def published_table(results: Results) -> tuple[list[str], list[list[str]]]:
@@ -217,20 +233,22 @@ def _table(results: Results, made: _Columns, *, published: bool = False) -> Tabl
 
 
 def _distance_columns(results: Results, name: str) -> _Columns:
-    power = unit_for(row.distance(name) for row in results.rows)
-    values = _estimates(results, lambda row: in_unit(row.distance(name), power))
-    shown = _differences(results, lambda row: in_unit(row.difference(name), power))
+    power = unit_for(row.distance(name).estimate for row in results.rows)
+    values = _estimates(results, lambda row: in_unit(row.distance(name).estimate, power))
+    shown = _estimates(
+        results, lambda row: in_unit(row.distance(name).difference.estimate, power), sign=True, paired=True
+    )
     unit = f" ({TIMES}10{str(power).translate(_RAISED)})" if power else ""
     titles = ("Difference", "Verdict") if name == results.distance else (f"{name} difference", f"{name} verdict")
     limit = ", extrapolated" if results.extrapolated(name) else ""  # to infinitely many images
 
     def difference(row: Row) -> Entry:
-        return Entry(DASH, kind="missing") if row.withheld(name) else shown(row)
+        return Entry(DASH, kind="missing") if is_withheld(row.distance(name)) else shown(row)
 
     return [
         (f"{name}{unit} ↓", values),
         (f"{titles[0]}{limit}{unit}", difference),
-        (titles[1], _verdicts(name, "distances")),
+        (titles[1], _verdicts(lambda row: row.distance(name))),
     ]
 
 
@@ -243,57 +261,33 @@ def _no_pair(row: Row, kind: str = "reference") -> Entry:
     return Entry(REFERENCE, kind=kind) if row.role == BASELINE else _missing()
 
 
-def _estimates(results: Results, get: Callable[[Row], Estimate | None]) -> _Maker:
-    """Make entries of values with their intervals."""
-    decimals = decimals_for(map(get, results.rows))
-
-    def make(row: Row) -> Entry:
-        found = get(row)
-        return _missing() if found is None else Entry(fixed(found.value, decimals), interval(found, decimals))
-
-    return make
-
-
-def _differences(results: Results, get: Callable[[Row], Estimate | None]) -> _Maker:
-    """Make entries of differences to the untouched pipeline, which has none itself."""
+def _estimates(
+    results: Results, get: Callable[[Row], Estimate | None], *, sign: bool = False, paired: bool = False
+) -> _Maker:
+    """Make entries of values with their intervals; the untouched pipeline has none that is `paired`."""
     decimals = decimals_for(map(get, results.rows))
 
     def make(row: Row) -> Entry:
         if (found := get(row)) is None:
-            return _no_pair(row)
-        return Entry(fixed(found.value, decimals, sign=True), interval(found, decimals, sign=True))
+            return _no_pair(row) if paired else _missing()
+        return Entry(fixed(found.value, decimals, sign=sign), interval(found, decimals, sign=sign))
 
     return make
 
 
-def _verdicts(name: str, of: str) -> _Maker:
+def _verdicts(get: Callable[[Row], Figure]) -> _Maker:
     def make(row: Row) -> Entry:
-        said = row.verdict(name, of)
-        return _no_pair(row, "text") if said is None else Entry(said, kind=_VERDICTS.get(said, "same"))
-
-    return make
-
-
-def _where_compared(values: _Maker, name: str) -> _Maker:
-    return lambda row: values(row) if row.metric(name) else _no_pair(row)
-
-
-def _judged_accuracy(results: Results) -> _Maker:
-    """The fraction of right attributes, and the verdict of its paired difference where one is shown."""
-    plain = _estimates(results, lambda row: row.accuracy("mean"))
-
-    def make(row: Row) -> Entry:
-        verdict = row.verdict("mean", "accuracy")
-        return replace(plain(row), remark=verdict) if verdict in (BETTER, WORSE) else plain(row)
+        verdict = get(row).difference.verdict
+        return _no_pair(row, "text") if verdict is None else Entry(verdict, kind=_VERDICTS.get(verdict, "same"))
 
     return make
 
 
 def _paired(results: Results, measure: str, least: int) -> _Maker:
-    decimals = max(decimals_for(row.paired(measure) for row in results.rows), least)
+    decimals = max(decimals_for(row.changes[measure].estimate for row in results.rows), least)
 
     def make(row: Row) -> Entry:
-        found = row.paired(measure)
+        found = row.changes[measure].estimate
         equal = f"{row.identical} of {row.images}" if measure == "psnr" and row.identical else ""
         if equal and row.mostly_identical:
             return Entry("identical", f"({equal})")
@@ -308,26 +302,26 @@ def _lowest_column(results: Results) -> _Columns:
     """The PSNR of the image that is changed most, and how many have become others; none where it was not kept."""
 
     def make(row: Row) -> Entry:
-        found = row.lowest("psnr")
-        if found is None:
+        psnr = row.changes["psnr"]
+        if psnr.lowest is None:
             return Entry("identical") if row.identical else _no_pair(row)
-        others = sum(value is not None and value < OTHER_IMAGE for value in row.each("psnr"))
-        return Entry(fixed(found, 1), f"({others} below {OTHER_IMAGE})" if others else "")
+        others = sum(value is not None and value < OTHER_IMAGE for value in psnr.pictures)
+        return Entry(fixed(psnr.lowest, 1), f"({others} below {OTHER_IMAGE})" if others else "")
 
-    return [("Lowest PSNR, dB", make)] if any(row.lowest("psnr") is not None for row in results.rows) else []
+    kept = any(row.changes["psnr"].lowest is not None for row in results.rows)
+    return [("Lowest PSNR, dB", make)] if kept else []
 
 
 def _times(results: Results, part: str) -> _Maker:
-    decimals = decimals_for(row.time(part) for row in results.rows)
+    decimals = decimals_for(estimate(row.timed[part].seconds_per_image) for row in results.rows)
 
     def make(row: Row) -> Entry:
-        found, ratio = row.seconds(part), row.speedup(part)
+        found, ratio = row.timed[part].seconds_per_image, row.timed[part].speed
         if found is None:
-            return _missing(row.timed.failed or row.timed.note)
+            return _missing(row.time.failed or row.time.note)
         if ratio is None or row.role == BASELINE:
             return Entry(fixed(found, decimals))
-        spread = f" ({span(ratio, 2)})" if ratio.ends else ""
-        return Entry(fixed(found, decimals), f"{fixed(ratio.value, 2)}{TIMES}{spread}")
+        return Entry(fixed(found, decimals), f"{fixed(ratio.value, 2)}{TIMES} ({span(ratio, 2)})")
 
     return make
 
@@ -407,3 +401,133 @@ def plural(count: int, noun: str) -> str:
     """Write a count with its noun: `1 image`, `128 images`, `5 classes`."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{ending}".replace(",", " ")
+
+
+def to_markdown(table: Table) -> str:
+    """Write a table as GitHub Markdown."""
+    groups = (f" — {column.group}" if column.group not in ("", THIS_RUN) else "" for column in table.columns)
+    titles = [f"{column.title}{group}" for column, group in zip(table.columns, groups, strict=True)]
+    lines: list[Sequence[str]] = []
+    for line in table.lines:
+        entries = line.entries
+        if line.failed:
+            entries = [Entry(f"failed: {line.failed}"), *(Entry(DASH) for _ in entries[1:])]
+        cells = [*line.heads, *entries, *line.published]
+        lines.append([f"{cell.text} {cell.small}".strip() for cell in cells])
+    return md_table(titles, lines, [column.figures for column in table.columns])
+
+
+def md_table(titles: Sequence[str], lines: Sequence[Sequence[str]], figures: Sequence[bool]) -> str:
+    """Write a table as GitHub Markdown; columns of figures are set to the right."""
+    rule = ["---:" if each else ":---" for each in figures]
+    rows = [[*map(md_escape, titles)], rule, *([*map(md_escape, line)] for line in lines)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
+
+
+def md_escape(text: str) -> str:
+    escaped = {"<": "&lt;", ">": "&gt;"}
+    text = "".join(escaped.get(char, f"\\{char}" if char in "\\`*_[]|" else char) for char in text)
+    return " ".join(text.split())
+
+
+_TEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    MINUS: "$-$", TIMES: r"$\times$", TO: "--", "—": "---", "·": r"$\cdot$",
+    "↓": r"$\downarrow$", "↑": r"$\uparrow$", "∞": r"$\infty$",
+    "[": "{[}", "]": "{]}", "*": "{*}",  # which would belong to a line's end before them
+    **{raised: f"$^{plain}$" for raised, plain in zip("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789", strict=True)},
+}  # fmt: skip
+
+
+def tex_escape(text: str) -> str:
+    """Escape a text for LaTeX, which reads other letters as UTF-8."""
+    return "".join(_TEX.get(char, char) for char in " ".join(text.split()))
+
+
+def to_latex(table: Table, caption: str, label: str) -> str:
+    """Write a table as LaTeX with booktabs, shaped as the paper's tables; verdicts and intervals included."""
+    lines = ["% needs \\usepackage{booktabs}", "\\begin{table*}[htbp]", "  \\scriptsize", "  \\centering"]
+    lines += ["  \\setlength{\\tabcolsep}{3pt}"]
+    key = "".join(char if char.isascii() and (char.isalnum() or char in "-:") else "-" for char in label)
+    lines += [f"  \\caption{{{tex_escape(caption)}}}", f"  \\label{{tab:{key}}}"]
+    lines += [f"  \\begin{{tabular}}{{{''.join('r' if column.figures else 'l' for column in table.columns)}}}"]
+    lines += ["    \\toprule", *_tex_groups(table)]
+    lines += [f"    {' & '.join(tex_escape(column.title) for column in table.columns)} \\\\", "    \\midrule"]
+    for line in table.lines:
+        lines += ["    \\midrule"] if line.rule else []
+        entries = [_tex_entry(entry) for entry in line.entries]
+        if line.failed:
+            entries = [f"\\multicolumn{{{len(entries)}}}{{l}}{{failed: {tex_escape(line.failed)}}}"]
+        cells = [*map(_tex_entry, line.heads), *entries, *map(_tex_entry, line.published)]
+        lines.append(f"    {' & '.join(cells)} \\\\")
+    lines += ["    \\bottomrule", "  \\end{tabular}", "\\end{table*}", ""]
+    return "\n".join(lines)
+
+
+def _tex_groups(table: Table) -> list[str]:
+    groups = table.groups()
+    if len(groups) < 3:  # only the names and this run
+        return []
+    cells, rules, start = [], [], 1
+    for title, size in groups:
+        cells.append(f"\\multicolumn{{{size}}}{{c}}{{{tex_escape(title)}}}")
+        rules += [f"\\cmidrule(lr){{{start}-{start + size - 1}}}"] if title else []
+        start += size
+    return [f"    {' & '.join(cells)} \\\\", f"    {' '.join(rules)}"]
+
+
+def _tex_entry(entry: Entry) -> str:
+    """Set the interval or spread smaller, as the page does."""
+    return tex_escape(entry.text) + (f" {{\\tiny {tex_escape(entry.small)}}}" if entry.small else "")
+
+
+def to_csv(results: Results) -> str:
+    """Write every figure of every row, unrounded; an empty field is a figure that was not measured."""
+    records = [_record(results, row) for row in results.rows]
+    names = list(dict.fromkeys(name for record in records for name in record))
+    stream = io.StringIO(newline="")
+    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return stream.getvalue()
+
+
+def _record(results: Results, row: Row) -> dict[str, Any]:
+    record: dict[str, Any] = {"protocol": results.name, "identity": results.data.get("identity")}
+    record |= {key: getattr(row, key) for key in ("cell", "label", "method", "role")}
+    record |= {f"setting_{key}": setting_text(value) for key, value in row.settings.items()}
+    record |= {"images": row.images, "classes": row.classes}
+    for name in results.distances:
+        figure = row.distance(name)
+        record |= _figure_columns(name, figure) | {f"{name} difference extrapolated": figure.extrapolated or None}
+    for measure in MEASURES:
+        changes, ends = row.changes[measure], (f"{measure} quartile 1", f"{measure} quartile 3")
+        spread = _columns(f"{measure} median", estimate(changes.median, changes.quartiles), ends)
+        record |= _columns(measure, changes.estimate) | spread | {f"{measure} lowest": changes.lowest}
+    record["psnr identical"] = row.identical
+    for name in results.attributes:
+        record |= _figure_columns(f"accuracy {name}", row.accuracy[name])
+    for name in results.metrics:
+        record |= _figure_columns(name, row.metrics[name])
+    for part in PARTS:
+        record[f"{part} seconds_per_image"] = row.timed[part].seconds_per_image
+        record |= _columns(f"{part} speedup", row.timed[part].speed)
+    record |= _columns("gib_per_image", row.slope)
+    record |= {"intercept_gib": row.memory.intercept_gib, "fit_error_gib": row.memory.fit_error_gib}
+    record |= {f"{stage} gib_per_image": _slope(row, stage) for stage in STAGES}
+    multiply_adds = row.cost.multiply_adds
+    record |= {"density": row.cost.density, "multiply_adds": multiply_adds and float(multiply_adds)}
+    record |= {"memory kind": row.memory.kind, "memory note": row.memory.note, "failed": row.failed}
+    published = published_for(results, row) or {}
+    return record | {f"published {key}": published.get(key) for key in FIGURES}
+
+
+def _figure_columns(name: str, figure: Figure) -> dict[str, Any]:
+    difference = _columns(f"{name} difference", figure.difference.estimate)
+    return _columns(name, figure.estimate) | difference | {f"{name} verdict": figure.difference.verdict}
+
+
+def _columns(name: str, value: Estimate | None, ends: tuple[str, ...] = ()) -> dict[str, Any]:
+    figures = (value.value, value.low, value.high) if value else (None, None, None)
+    return dict(zip((name, *(ends or (f"{name} low", f"{name} high"))), figures, strict=True))

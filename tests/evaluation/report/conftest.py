@@ -5,10 +5,9 @@ import copy
 import pytest
 from support.runs import Page, build_run, build_sweep
 
-from elfatt_sd.evaluation.report import charts, load_results, plots, write_report
-from elfatt_sd.evaluation.report.charts import Palette
+from elfatt_sd.evaluation.report import charts, load_results, write_report
+from elfatt_sd.evaluation.report.charts import Palette, draw_plots
 from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.plots import draw_plots
 
 
 @pytest.fixture(scope="session")
@@ -35,16 +34,16 @@ def sweep(sweep_run):
 
 
 @pytest.fixture(scope="session")
-def sweep_plots(sweep_run):
-    """The plots of the sweep by their names."""
-    shown = Results(sweep_run[1])
-    return {plot.name: plot for plot in draw_plots(shown, Palette(shown))[0]}
+def plots_of(run, sweep_run):
+    """The plots of both runs by their names."""
+    shown = {"run": Results(run[1]), "sweep": Results(sweep_run[1])}
+    return {name: {plot.name: plot for plot in draw_plots(each, Palette(each))[0]} for name, each in shown.items()}
 
 
 @pytest.fixture
 def one_plot(monkeypatch):
     """One plot is drawn: for reports whose words are looked at."""
-    monkeypatch.setattr(plots, "_makers", lambda results: [charts.closeness])
+    monkeypatch.setattr(charts, "_makers", lambda results: [charts.closeness])
 
 
 @pytest.fixture(scope="module", autouse=True)
