@@ -10,8 +10,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 from support import checks
 
+from elfatt_sd.benchmarking import twin
 from elfatt_sd.benchmarking.models import Model, unet_call
-from elfatt_sd.benchmarking.pipeline import twin
 from elfatt_sd.benchmarking.variants import (
     VARIATIONS,
     Run,
@@ -76,29 +76,23 @@ def test_calls_that_measure_a_difference_are_told_from_calls_that_add_it() -> No
     assert measuring.to_dict()["what"].endswith("corrected in between, a step that is exact")
 
 
-def test_where_nothing_is_merged_nothing_is_reused() -> None:
-    (reusing, _), (plain, _) = (
-        single_phases(config)[1] for config in (varied("elfatt-fast", reuse_steps=2), PatchConfig.preset("elfatt-fast"))
-    )
-    assert reusing.same_work(plain)
-
-
 def test_calls_that_match_are_those_of_token_merging() -> None:
+    """Where nothing is merged nothing is reused."""
     lineup = by_phase(resolve_methods(["tome", varied("tome", reuse_steps=2)]))
     assert lineup.runs["tome:reuse_steps=2"].parts == (("tome/0", 25), ("tome:reuse_steps=2/1", 25))
     reusing = lineup.variants["tome:reuse_steps=2/1"]
     assert reusing.reuses_steps and not lineup.variants["tome/0"].reuses_steps
     assert reusing.to_dict()["what"].endswith("softmax attention, matching kept for 2 steps")
+    both = varied("elfatt-fast", reuse_steps=2), PatchConfig.preset("elfatt-fast")
+    (reusing, _), (plain, _) = (single_phases(config)[1] for config in both)
+    assert reusing.same_work(plain)
 
 
-def test_a_backend_serves_exact_phases_too() -> None:
+def test_exact_phases_are_untouched_but_for_their_backend() -> None:
     fast = varied("elfatt-fast", attention_backend="flash")
     lineup = by_phase([fast])
     assert [name for name, _ in lineup.runs[fast.method].parts] == [f"{fast.method}/0", f"{fast.method}/1"]
     assert lineup.variants[f"{fast.method}/0"].to_dict()["what"] == "exact attention, backend flash"
-
-
-def test_exact_phases_are_untouched() -> None:
     (exact, steps), _ = single_phases(PatchConfig("x", (Phase(0.2), Phase(1.0, "block"))))
     assert (exact.kind, steps) == ("untouched", 10)
 
@@ -156,13 +150,15 @@ def test_a_variation_is_named_after_its_settings() -> None:
     config = varied("elfatt-fast", block_size=512, levels=2)
     assert config.method == "elfatt-fast:block_size=512,levels=2"
     assert same_work(config, PatchConfig.preset("elfatt-fast", block_size=512, levels=2))
-
-
-def test_a_variation_has_its_form_for_transformers() -> None:
     fitted = for_transformers(varied("elfatt-fast", block_size=64))
     assert fitted == for_transformers(PatchConfig.preset("elfatt-fast", block_size=64)).renamed(fitted.method)
     assert fitted.method == "elfatt-fast:block_size=64"
     assert fitted.phases[1].attention.name == "cell_spread"
+    [config] = resolve_methods(["sampled"])  # an attention alone follows exact steps
+    assert [phase.attention.name for phase in config.phases] == ["softmax", "sampled"]
+    assert varied("sampled", block_size=64).phases[1].block_size == 64
+    with pytest.raises(ElfattError, match="'quick'"):
+        resolve_methods(["quick"])
 
 
 def test_the_ratio_changes_methods_that_merge() -> None:
@@ -175,11 +171,6 @@ def test_the_ratio_changes_methods_that_merge() -> None:
     assert ratios["tome:reuse_steps=2"] == 0.25
     assert {*ratios.values()} == {0.25}
     assert "elfatt:ratio=0" not in ratios
-
-
-def test_unknown_method() -> None:
-    with pytest.raises(ElfattError, match="'quick'"):
-        resolve_methods(["quick"])
 
 
 def processors(unet: Any) -> dict[str, str]:
@@ -215,18 +206,6 @@ def test_floor_removes_the_layers_that_are_patched(model: Model, levels: int, la
     assert torch.equal(attention(x), torch.zeros_like(x))
 
 
-def test_the_floor_goes_as_deep_as_the_method() -> None:
-    assert by_phase([PatchConfig.preset("tome", max_downsample=4)]).runs["tome"].floor == "floor to 1/4"
-
-
-def test_tomesd_is_the_package(model: Model) -> None:
-    config = PatchConfig.preset("tome", ratio=0.3)
-    unet = by_phase([config]).variants["tomesd"].install(copy_structure(model.unet))
-    assert unet._tome_info["args"]["ratio"] == 0.3
-    assert unet._tome_info["args"]["max_downsample"] == 1
-    assert any(type(module).__name__ == "ToMeBlock" for module in unet.modules())
-
-
 def test_tomesd_can_be_asked_for_alone(model: Model) -> None:
     lineup = by_phase(resolve_methods(["tomesd", "elfatt-fast"]))
     assert list(lineup.runs)[:3] == ["untouched", "tomesd", "elfatt-fast"]
@@ -238,23 +217,19 @@ def test_tomesd_can_be_asked_for_alone(model: Model) -> None:
     assert (options["ratio"], options["sx"], options["sy"], options["use_rand"]) == (0.7, 4, 4, False)
     both = by_phase(resolve_methods(["tomesd", "tome"]))
     assert list(both.runs) == ["untouched", "tomesd", "tome", "floor"]
+    deep = by_phase([PatchConfig.preset("tome", ratio=0.3, max_downsample=2)])
+    assert deep.runs["tome"].floor == "floor to 1/2"
+    peer = deep.variants["tomesd"].install(copy_structure(model.unet))
+    assert (peer._tome_info["args"]["ratio"], peer._tome_info["args"]["max_downsample"]) == (0.3, 2)
+    assert any(type(module).__name__ == "ToMeBlock" for module in peer.modules())
 
 
-def test_an_attention_alone_follows_exact_steps() -> None:
-    [config] = resolve_methods(["sampled"])
-    assert [phase.attention.name for phase in config.phases] == ["softmax", "sampled"]
-    assert varied("sampled", block_size=64).phases[1].block_size == 64
-
-
-def test_weights_are_drawn_and_finite(model: Model) -> None:
+def test_models_of_random_weights_can_be_called(model: Model) -> None:
+    """Also with the least image, which every level can halve."""
     inputs = model.inputs(128, 2)
     assert inputs["sample"].shape == (2, 4, 16, 16)
     out = unet_call(model.unet, inputs)()
-    assert out.isfinite().all()
-    assert out.std() > 1e-3
-
-
-def test_every_level_can_halve_the_least_picture(model: Model) -> None:
+    assert out.isfinite().all() and out.std() > 1e-3
     inputs = model.inputs(model.least_size, 1)
     assert unet_call(model.unet, inputs)().shape == inputs["sample"].shape
 

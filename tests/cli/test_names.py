@@ -6,7 +6,7 @@ import pytest
 
 from elfatt_sd import config, peers, phases
 from elfatt_sd.attention import ordering
-from elfatt_sd.benchmarking import names as benchmarking
+from elfatt_sd.benchmarking import variants as benchmarking
 from elfatt_sd.cli import names
 from elfatt_sd.drawing import studio
 from elfatt_sd.families import sizes

@@ -35,9 +35,8 @@ from elfatt_sd.attention.softmax import (
     pool_agents,
     softmax_attention,
 )
-from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Results
-from elfatt_sd.benchmarking.tables import clock
+from elfatt_sd.benchmarking.report import clock, save
 from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.families import find_denoisers, find_layers, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.methods import Grid

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import re
@@ -14,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.merging import merging
-from elfatt_sd.benchmarking.plots import save
+from elfatt_sd import benchmarking
 from elfatt_sd.benchmarking.record import Session
+from elfatt_sd.benchmarking.report import save
 from elfatt_sd.benchmarking.variants import resolve_methods
 from elfatt_sd.cli import app
 from elfatt_sd.errors import ElfattError
@@ -152,8 +152,7 @@ def test_every_published_command_can_be_parsed(command: str, monkeypatch: Any, t
     """Options exist, methods are known, and the file's name has its place on the page."""
     seen: dict[str, Any] = {}
     for name in ("layer", "pipeline", "unet"):
-        module = importlib.import_module(f"elfatt_sd.benchmarking.{name}")
-        monkeypatch.setattr(module, name, lambda **options: seen.update(options))
+        monkeypatch.setattr(benchmarking, name, lambda **options: seen.update(options))
     words = shlex.split(command)[1:]
     words[words.index("--out") + 1] = str(tmp_path)
     done = CliRunner().invoke(app, words)
