@@ -7,6 +7,7 @@ from typing import Any
 
 from elfatt_sd.benchmarking.record import Results, own_part
 from elfatt_sd.benchmarking.variants import UNPATCHED, is_reference
+from elfatt_sd.evaluation.protocols import FEW_REPEATS
 
 FRACTION = 0.8  # of the floor's gain, at LARGE pixels and above, in a method's own phase
 LARGE, SMALL = 768, 512  # pixels; with graphs no method may be slower than untouched at the smaller size
@@ -87,3 +88,11 @@ def _kept(results: Results, row: Mapping[str, Any]) -> str:
     if any(phase["residual_steps"] > 1 for config in configs for phase in config["phases"]):
         return RESIDUALS
     return MATCHINGS if any(config["reuse_steps"] > 1 for config in configs) else ""
+
+
+def verdict(met: bool, rounds: int = FEW_REPEATS) -> str:
+    return few_rounds(rounds) or ("met" if met else "**missed**")
+
+
+def few_rounds(rounds: int) -> str:
+    return f"only {rounds} round{'s' * (rounds > 1)}" if rounds < FEW_REPEATS else ""

@@ -36,7 +36,7 @@ import benchmarks.shown  # noqa: F401  (how results of its parts look)
 import elfatt_sd
 from benchmarks.correctness import correctness
 from benchmarks.device_time import profile
-from benchmarks.goals import all_goals, greatest_peaks, memory_slopes
+from benchmarks.goals import all_goals, greatest_peaks, memory_slopes, verdict
 from benchmarks.graphs import graphed_call
 from benchmarks.growth import growth
 from benchmarks.merging import merging
@@ -44,7 +44,7 @@ from elfatt_sd.attention.softmax import make_ready, softmax_attention
 from elfatt_sd.benchmarking import unet
 from elfatt_sd.benchmarking.models import Model, fill, make_model, random_unet
 from elfatt_sd.benchmarking.record import Record, Results, Session
-from elfatt_sd.benchmarking.report import markdown, verdict
+from elfatt_sd.benchmarking.report import markdown
 from elfatt_sd.devices import describe_machine, synchronize
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.shapes import Transformer, empty_transformer

@@ -1,4 +1,4 @@
-"""Tables and plots of what these scripts measure: `python -m benchmarks.shown FILE.json...`."""
+"""Tables and plots of what these scripts measure, and of a whole suite: `python -m benchmarks.shown FILE.json...`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.goals import verdict
 from elfatt_sd.benchmarking.record import Results
 from elfatt_sd.benchmarking.report import (
     OTHERS,
     clock,
+    draw,
     growth_figure,
     line_style,
+    markdown,
+    no_results,
+    part_file,
+    read_results,
     speed_table,
     spread,
     table_lines,
     table_of,
     write_report,
 )
+from elfatt_sd.devices import short_commit
 from elfatt_sd.evaluation.report.plots import drawing
+from elfatt_sd.files import link, write_file
 
 MOST_COLUMNS = 10  # of a table of errors: where there are more steps and layers, they are lines
 MOST_MAPS = 9  # of layers and steps in one plot
@@ -280,6 +288,89 @@ def _mean(rows: Any) -> float:
     return statistics.fmean(row["error"] for row in rows)
 
 
+def write_suite(path: Path) -> list[Path]:
+    """Write a page with tables and plots of all parts of a suite, or those of a benchmark; return all files."""
+    data = read_results(path) or {}
+    if "parts" not in data:
+        return write_report(path)
+    pictures, table = draw_parts(data, path), path.with_suffix(".md")
+    write_file(table, describe_suite(data, path, path.parent).encode())
+    return [path, table, *pictures]
+
+
+def draw_parts(suite: Results, path: Path) -> list[Path]:
+    """Draw each part of a suite into a folder of the suite's name; return the plots."""
+    return [file for name, part in suite.get("parts", {}).items() for file in draw(part, part_file(path, name), name)]
+
+
+def describe_file(path: Path, start: Path) -> str:
+    """Return tables, plots and origin of a file of results, as Markdown for a page in the folder `start`."""
+    data = read_results(path) or {}
+    try:
+        return describe_suite(data, path, start) if "parts" in data else describe_part("", data, path, start)
+    except (ValueError, KeyError, TypeError) as error:
+        raise no_results(path, error) from error
+
+
+def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
+    lines = [f"### {name}", ""] if name else []
+    lines += [markdown(results)]
+    lines += picture_line(results, (part_file(path, name) if name else path).with_suffix(".png"), start)
+    return "\n".join([*lines, origin(results), ""])
+
+
+def describe_suite(suite: Results, path: Path, start: Path) -> str:
+    lines = [describe_part(name, results, path, start) for name, results in suite["parts"].items()]
+    if goals := suite.get("goals"):
+        cells = [["part", "method", "what", "measured", "at least", "rounds", ""]]
+        for goal in goals:
+            met = verdict(goal["gain"] >= goal["goal"], goal["rounds"])
+            words = [goal[name] for name in ("part", "method", "what")]
+            cells.append([*words, f"{goal['gain']:.2f}", str(goal["goal"]), str(goal["rounds"]), met])
+        lines += ["### Goals", "", *table_lines(cells), ""]
+    if peaks := suite.get("peaks"):
+        cells = [[part, peak["method"], f"{peak['share']:.3f}"] for part, peak in peaks.items()]
+        head = ["part", "method", "fraction of the untouched call's"]
+        lines += ["### Greatest peak of our methods", "", *table_lines([head, *cells]), ""]
+    if slopes := suite.get("memory_slope"):
+        cells = [["method", *slopes]]
+        for method in dict.fromkeys(method for known in slopes.values() for method in known):
+            cells.append([method, *(f"{known[method]:.3f}" if method in known else "" for known in slopes.values())])
+        lines += ["### GB for +1 image", "", *table_lines(cells), ""]
+    for heading, key in (("Not measured", "errors"), ("Packages that were not there", "missing")):
+        if found := suite.get(key):
+            lines += [f"### {heading}", "", *(f"- {name}: {' '.join(why.split())}" for name, why in found.items()), ""]
+    return "\n".join(lines)
+
+
+def picture_line(results: Results, path: Path, start: Path) -> list[str]:
+    return [f"![{results['kind']}]({link(path, start)})", ""] if path.exists() else []
+
+
+def origin(results: Results) -> str:
+    """Say in a sentence or two where figures come from."""
+    machine, rows = results["machine"], results["rows"]
+    threads = f"{machine['cpu_threads']} thread{'s' * (machine['cpu_threads'] != 1)}"
+    versions = [f"{name} {machine['packages'][name]}" for name in ("torch", "diffusers")]
+    memory = "freed memory kept" if machine.get("keeps_freed_memory") else ""
+    of_rows = ", ".join(dict.fromkeys(row["dtype"] for row in rows if "dtype" in row))
+    always = "float32" if results["kind"] in ("host", "orders") else ""
+    dtype = str(results["settings"].get("dtype") or of_rows or always)
+    said = ", ".join(filter(None, [machine["device"], threads, *versions, dtype, memory]))
+    rounds = [row["rounds"] for row in rows if "rounds" in row]
+    if rounds:
+        span = str(max(rounds)) if len({*rounds}) == 1 else f"{min(rounds)} to {max(rounds)}"
+        several = f"medians of {span} interleaved rounds, in brackets the least and greatest ratio"
+        said += "; one round" if max(rounds) == 1 else f"; {several}"
+    sittings = [sitting for group in results["groups"] for sitting in group["sittings"]]
+    shares = [sitting["bystanders"] for sitting in sittings if sitting["bystanders"] is not None]
+    if shares:
+        said += f"; other processes took at most {max(shares):.0%} of the processors' time"
+    commit = short_commit(machine.get("commit"))
+    made = f"Made by `{results['command']}`" if results.get("command") else "Made"
+    return f"{said}. {made}" + (f" at commit {commit}." if commit else ".")
+
+
 OTHERS |= {
     "growth": (growth_table, lambda results: growth_figure(results["rows"])),
     "orders": (lambda results: error_table(results["rows"]), _orders_figure),
@@ -290,4 +381,4 @@ OTHERS |= {
 
 if __name__ == "__main__":
     for path in sys.argv[1:]:
-        print(*write_report(Path(path)), sep="\n")
+        print(*write_suite(Path(path)), sep="\n")

@@ -1,4 +1,4 @@
-"""Time and memory of the methods, side by side in one run: of a layer, of a denoiser's call, of a whole pipeline.
+"""Time and memory of the methods, side by side in one run.
 
 Every variant runs on its own copy of the model; the weights are shared. All variants run once in each round, and ratios
 are taken within a round, so that a machine whose clock drifts slows all of them alike.
@@ -94,7 +94,11 @@ def layer(
         before = [row for row in record.results["rows"] if row["part"] == part and row["tokens"] < count]
         calls = parts[part](side, batch, block_size, place, precision)
         key = {"tokens": count, "batch": batch, "part": part}
-        kept = {name: call for name, call in calls.items() if _expected(before, name, count) <= max_seconds}
+        kept = dict(calls)
+        for name in calls if before else ():  # its time is expected from the last size, as if its cost were quadratic
+            own = [row["seconds"] * (count / row["tokens"]) ** 2 for row in before if row["method"] == name]
+            if not own or own[-1] > max_seconds:
+                del kept[name]
         record.announce((len(kept) - len(calls)) * each)
         if left := [name for name in calls if name not in kept]:
             which = f"{count} tokens, {part}: {', '.join(left)}"
@@ -129,12 +133,6 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
 
 def blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
     return Phase(1.0, attention, block_size=size, block_order=order)
-
-
-def _expected(rows: Sequence[dict[str, Any]], name: str, tokens: int) -> float:
-    """Expect a call's time from the last size, as if its cost were quadratic."""
-    own = [row for row in rows if row["method"] == name]
-    return own[-1]["seconds"] * (tokens / own[-1]["tokens"]) ** 2 if own else (math.inf if rows else 0.0)
 
 
 class _Projected:

@@ -1,4 +1,4 @@
-"""Results for people: as Markdown, on a terminal with a conclusion, as plots, and files of results as pages."""
+"""Results for people: as Markdown, on a terminal with a conclusion, and as plots."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from elfatt_sd.benchmarking.variants import (
     is_reference,
     plain_name,
 )
-from elfatt_sd.devices import short_commit
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.evaluation.protocols import FEW_REPEATS
-from elfatt_sd.files import atomic_file, link, place_of, read_typed, write_file
+from elfatt_sd.files import atomic_file, place_of, read_typed, write_file
 from elfatt_sd.measure import Spread
 from elfatt_sd.methods import Softmax
 from elfatt_sd.peers import PEERS
@@ -249,23 +247,24 @@ def plot(results: Results, name: str = "") -> Any:
     return figure
 
 
-def save(results: Results, path: Path) -> list[Path]:
-    """Write a Markdown table and a plot next to the JSON file of results; return the paths of all.
+def save(results: Results, path: Path, name: str = "") -> list[Path]:
+    """Write a Markdown table and a plot next to the JSON file of results; return their paths.
 
     What no plot is known for, as its script is not at hand, has none.
     """
-    table, picture = path.with_suffix(".md"), path.with_suffix(".png")
+    table = path.with_suffix(".md")
     write_file(table, markdown(results).encode())
-    return [path, table, *([picture] if _draw(results, picture) else [])]
+    return [table, *draw(results, path, name)]
 
 
-def _draw(results: Results, picture: Path, name: str = "") -> bool:
-    rows = results["rows"]
+def draw(results: Results, path: Path, name: str = "") -> list[Path]:
+    """Write the plot alone."""
+    rows, picture = results["rows"], path.with_suffix(".png")
     if results["kind"] not in OTHERS and rows and "speed" not in rows[0]:
-        return False
+        return []
     with atomic_file(picture) as file:
         plot(results, name).savefig(file, format="png", dpi=150)
-    return True
+    return [picture]
 
 
 def _speed_figure(results: Results) -> Any:
@@ -359,18 +358,17 @@ def line_style(index: int) -> dict[str, Any]:
 
 
 def write_report(path: Path) -> list[Path]:
-    """Write tables and plots of a file of results into its folder; return all files."""
+    """Write tables and plots of a file of results next to it, of a suite's parts into a folder; return all files."""
     data = read_results(path)
     if data is None:
         raise ElfattError(f"{path} does not exist; give a file of `elfatt-sd bench` or benchmarks/gpu_suite.py.")
     try:
         if "groups" in data:
-            return save(data, path)
-        table, pictures = path.with_suffix(".md"), draw_parts(data, path)
-        write_file(table, describe_suite(data, path, path.parent).encode())
-        return [path, table, *pictures]
+            return [path, *save(data, path)]
+        places = {name: part_file(path, name) for name in data["parts"]}
+        return [path, *(file for name, place in places.items() for file in save(data["parts"][name], place, name))]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise _no_results(path, error) from error
+        raise no_results(path, error) from error
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
@@ -378,91 +376,9 @@ def read_results(path: Path) -> dict[str, Any] | None:
     return read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it again")
 
 
-def draw_parts(suite: Results, path: Path) -> list[Path]:
-    """Draw each part of a suite into a folder of the suite's name; return the plots."""
-    places = {name: _part_picture(path, name) for name in suite.get("parts", {})}
-    return [place for name, place in places.items() if _draw(suite["parts"][name], place, name)]
-
-
-def describe_file(path: Path, start: Path) -> str:
-    """Return tables, plots and origin of a file of results, as Markdown for a page in the folder `start`."""
-    data = read_results(path) or {}
-    try:
-        return describe_suite(data, path, start) if "parts" in data else describe_part("", data, path, start)
-    except (ValueError, KeyError, TypeError) as error:
-        raise _no_results(path, error) from error
-
-
-def _no_results(path: Path, error: Exception) -> ElfattError:
+def no_results(path: Path, error: Exception) -> ElfattError:
     return ElfattError(f"{path} holds no results of a benchmark ({type(error).__name__}: {error}).")
 
 
-def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
-    lines = [f"### {name}", ""] if name else []
-    lines += [markdown(results)]
-    lines += picture_line(results, _part_picture(path, name) if name else path.with_suffix(".png"), start)
-    return "\n".join([*lines, origin(results), ""])
-
-
-def describe_suite(suite: Results, path: Path, start: Path) -> str:
-    lines = [describe_part(name, results, path, start) for name, results in suite["parts"].items()]
-    if goals := suite.get("goals"):
-        cells = [["part", "method", "what", "measured", "at least", "rounds", ""]]
-        for goal in goals:
-            met = verdict(goal["gain"] >= goal["goal"], goal["rounds"])
-            words = [goal[name] for name in ("part", "method", "what")]
-            cells.append([*words, f"{goal['gain']:.2f}", str(goal["goal"]), str(goal["rounds"]), met])
-        lines += ["### Goals", "", *table_lines(cells), ""]
-    if peaks := suite.get("peaks"):
-        cells = [[part, peak["method"], f"{peak['share']:.3f}"] for part, peak in peaks.items()]
-        head = ["part", "method", "fraction of the untouched call's"]
-        lines += ["### Greatest peak of our methods", "", *table_lines([head, *cells]), ""]
-    if slopes := suite.get("memory_slope"):
-        cells = [["method", *slopes]]
-        for method in dict.fromkeys(method for known in slopes.values() for method in known):
-            cells.append([method, *(f"{known[method]:.3f}" if method in known else "" for known in slopes.values())])
-        lines += ["### GB for +1 image", "", *table_lines(cells), ""]
-    for heading, key in (("Not measured", "errors"), ("Packages that were not there", "missing")):
-        if found := suite.get(key):
-            lines += [f"### {heading}", "", *(f"- {name}: {' '.join(why.split())}" for name, why in found.items()), ""]
-    return "\n".join(lines)
-
-
-def verdict(met: bool, rounds: int = FEW_REPEATS) -> str:
-    return few_rounds(rounds) or ("met" if met else "**missed**")
-
-
-def few_rounds(rounds: int) -> str:
-    return f"only {rounds} round{'s' * (rounds > 1)}" if rounds < FEW_REPEATS else ""
-
-
-def picture_line(results: Results, path: Path, start: Path) -> list[str]:
-    return [f"![{results['kind']}]({link(path, start)})", ""] if path.exists() else []
-
-
-def _part_picture(path: Path, name: str) -> Path:
-    return place_of(path.with_suffix(""), name.replace(" ", "-"), ".png")
-
-
-def origin(results: Results) -> str:
-    """Say in a sentence or two where figures come from."""
-    machine, rows = results["machine"], results["rows"]
-    threads = f"{machine['cpu_threads']} thread{'s' * (machine['cpu_threads'] != 1)}"
-    versions = [f"{name} {machine['packages'][name]}" for name in ("torch", "diffusers")]
-    memory = "freed memory kept" if machine.get("keeps_freed_memory") else ""
-    of_rows = ", ".join(dict.fromkeys(row["dtype"] for row in rows if "dtype" in row))
-    always = "float32" if results["kind"] in ("host", "orders") else ""
-    dtype = str(results["settings"].get("dtype") or of_rows or always)
-    said = ", ".join(filter(None, [machine["device"], threads, *versions, dtype, memory]))
-    rounds = [row["rounds"] for row in rows if "rounds" in row]
-    if rounds:
-        span = str(max(rounds)) if len({*rounds}) == 1 else f"{min(rounds)} to {max(rounds)}"
-        several = f"medians of {span} interleaved rounds, in brackets the least and greatest ratio"
-        said += "; one round" if max(rounds) == 1 else f"; {several}"
-    sittings = [sitting for group in results["groups"] for sitting in group["sittings"]]
-    shares = [sitting["bystanders"] for sitting in sittings if sitting["bystanders"] is not None]
-    if shares:
-        said += f"; other processes took at most {max(shares):.0%} of the processors' time"
-    commit = short_commit(machine.get("commit"))
-    made = f"Made by `{results['command']}`" if results.get("command") else "Made"
-    return f"{said}. {made}" + (f" at commit {commit}." if commit else ".")
+def part_file(path: Path, name: str) -> Path:
+    return place_of(path.with_suffix(""), name.replace(" ", "-"), ".json")

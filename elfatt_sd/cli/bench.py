@@ -245,4 +245,4 @@ def _show(session: Session) -> None:
     path = session.path(session.results["kind"])
     if path is not None and session.results["rows"]:
         write_json(path, session.results)
-        print("\n".join(map(str, save(session.results, path))))
+        print("\n".join(map(str, [path, *save(session.results, path)])))

@@ -128,41 +128,35 @@ def test_unet(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
     assert [row["size"] for row in results["rows"] if row["method"] == "untouched"] == [64]
 
 
-def test_a_reused_matching_is_timed_beside_one_that_is_made(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every timed call of the first kind matches in each of three layers; of the second kind, none does."""
+@pytest.mark.parametrize("kept", ["matching", "difference"])
+def test_what_calls_keep_is_timed_beside_calls_that_make_it(
+    kept: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every timed call of the first kind matches, or measures, in each of three layers; of the second kind, none."""
     from elfatt_sd.attention import merging
 
     monkeypatch.setattr(record, "QUICK", 0.0)
-    matched: list[int] = []
-    original = merging.most_similar
-    monkeypatch.setattr(
-        merging, "most_similar", lambda metric, *rest: (matched.append(metric.shape[1]), original(metric, *rest))[1]
-    )
-    results = unet(model, sizes=[128], methods=[varied("tome", reuse_steps=2)], repeats=4, device="cpu", memory=[])
-    small, warm_up = 3 * 2, 3  # a small call of both kinds, then the call whose matching is reused
-    assert len(matched) == small + warm_up + 3 * 4
-    assert matched.count(16 * 16) == warm_up + 3 * 4
-    row = next(row for row in results["rows"] if row["method"].startswith("tome:"))
-    assert [part["steps"] for part in row["parts"]] == [25, 25]
-    assert row["peak_bytes"] is None
+    made: list[int] = []
+    match, correct = merging.most_similar, LayerCall.correct
 
+    def corrected(state: LayerCall, own: Any, exact: Any) -> Tensor:
+        return correct(state, own, lambda rows: (made.append(math.prod(state.grid)), exact(rows))[1])
 
-def test_a_difference_is_measured_in_the_calls_that_are_timed_for_it(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record, "QUICK", 0.0)
-    measured: list[int] = []
-    original = LayerCall.correct
+    def matched(metric: Tensor, *rest: Any) -> Any:
+        made.append(metric.shape[1])
+        return match(metric, *rest)
 
-    def correct(state: LayerCall, own: Any, exact: Any) -> Tensor:
-        return original(state, own, lambda rows: (measured.append(math.prod(state.grid)), exact(rows))[1])
-
-    monkeypatch.setattr(LayerCall, "correct", correct)
-    config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=5),))
+    monkeypatch.setattr(merging, "most_similar", matched)
+    monkeypatch.setattr(LayerCall, "correct", corrected)
+    config, steps = varied("tome", reuse_steps=2), [25, 25]
+    if kept == "difference":
+        config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=5),))
+        steps = [10, 40]
     results = unet(model, sizes=[128], methods=[config], repeats=4, device="cpu", memory=[])
-    assert measured.count(16 * 16) == 3 + 3 * 4, "the warm-up of the calls that add it, and every call that measures it"
-    row = next(row for row in results["rows"] if row["method"] == "corrected")
-    assert [part["steps"] for part in row["parts"]] == [10, 40]
+    assert made.count(16 * 16) == 3 + 3 * 4, "the warm-up of calls that use it, and every call that makes it"
+    row = next(row for row in results["rows"] if row["method"] == config.method)
+    assert [part["steps"] for part in row["parts"]] == steps
+    assert row["peak_bytes"] is None
 
 
 @pytest.mark.parametrize("pays", [True, False])
@@ -266,20 +260,16 @@ def test_a_transformer_is_timed_like_a_unet(flux: Model) -> None:
     assert {row["size"] for row in rows.values()} == {"96x64"}
     ids = flux.inputs("96x64", 1)["img_ids"]
     assert [int(ids[:, axis].max()) + 1 for axis in (1, 2)] == [4, 6], "rows, columns: the width is said first"
-    with pytest.raises(ElfattError, match="rotary positions"):
-        unet(flux, sizes=(64,), methods=["tome"], repeats=1, device="cpu")
-    with pytest.raises(ElfattError, match=r"model='flux' has no pipeline here"):
-        make_pipeline("flux", torch.device("cpu"), torch.float32, 1)
-
-
-def test_the_floor_of_a_transformer_attends_to_nothing(flux: Model) -> None:
-    inputs = flux.inputs(64, 1)
-    work = {}
+    inputs, work = flux.inputs(64, 1), {}
     for kind in ("untouched", FLOOR):
         call = unet_call(Variant(kind, PatchConfig("all")).install(copy_structure(flux.unet)), inputs)
         with Work() as work[kind]:
             call()
-    assert (work["untouched"].calls, work[FLOOR].calls) == (2, 0)
+    assert (work["untouched"].calls, work[FLOOR].calls) == (2, 0), "the floor attends to nothing"
+    with pytest.raises(ElfattError, match="rotary positions"):
+        unet(flux, sizes=(64,), methods=["tome"], repeats=1, device="cpu")
+    with pytest.raises(ElfattError, match=r"model='flux' has no pipeline here"):
+        make_pipeline("flux", torch.device("cpu"), torch.float32, 1)
 
 
 def processors(unet: Any) -> dict[str, str]:
@@ -292,16 +282,19 @@ def test_pipeline_with_random_weights(
     name: str, small_shapes: None, methods: list[PatchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: dict[int, set[str]] = {}
+    weights: set[int] = set()
     original = benchmarking._run
 
     def run(pipe: Any, *args: Any) -> Any:
         kinds = {type(module).__name__ for module in pipe.unet.modules()} | set(processors(pipe.unet).values())
         ran[id(pipe.unet)] = kinds & {"ToMeBlock", ElfattProcessor.__name__}
+        weights.add(id(pipe.unet.conv_in.weight))  # which all copies share
         return original(pipe, *args)
 
     monkeypatch.setattr(benchmarking, "_run", run)
     results = pipeline(name, sizes=[64], methods=methods, steps=5, **QUICK)
     assert sorted(map(sorted, ran.values())) == [[], [], [], *[[ElfattProcessor.__name__]] * 3, ["ToMeBlock"]]
+    assert len(weights) == 1
     assert [row["method"] for row in results["rows"]] == NAMES
     assert results["settings"]["steps"] == 5
     peaks = {row["method"]: row["peak_bytes"] for row in results["rows"]}
@@ -328,21 +321,6 @@ def test_a_transformer_is_timed_at_its_own_size(folder: Path, monkeypatch: pytes
     assert {"untouched", "elfatt-fast", "floor"} <= set(sizes), "as they are on transformers, where one level is all"
     assert not {"tome", "tomesd", "floor of 2 levels"} & set(sizes)
     assert set(sizes.values()) == {8 * pipe.vae_scale_factor}
-
-
-def test_twins_leave_the_pipeline_alone(small_shapes: None, methods: list[PatchConfig], cpu: torch.device) -> None:
-    """Each has its own UNet with the same weights, and finds its own scheduler."""
-    pipe, inputs = make_pipeline("sd15", cpu, torch.float32, 1)
-    unet, before = pipe.unet, processors(pipe.unet)
-    patched, peer = twin(pipe, Variant("patch", methods[1])), twin(pipe, Variant("tomesd", methods[0]))
-    assert ElfattProcessor.__name__ in processors(patched.unet).values()
-    assert any(type(module).__name__ == "ToMeBlock" for module in peer.unet.modules())
-    assert pipe.unet is unet
-    assert processors(unet) == before
-    assert patched.unet.conv_in.weight is unet.conv_in.weight
-    patched.set_progress_bar_config(disable=True)
-    options: dict[str, Any] = {"num_inference_steps": 5, "height": 64, "width": 64, "output_type": "latent"}
-    assert patched(**inputs, **options).images.isfinite().all()
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")

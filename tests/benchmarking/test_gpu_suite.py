@@ -15,8 +15,8 @@ from support.checks import load_script
 
 from benchmarks import correctness
 from benchmarks.goals import all_goals, memory_slopes
+from benchmarks.shown import write_suite
 from elfatt_sd import benchmarking
-from elfatt_sd.benchmarking.report import write_report
 from elfatt_sd.benchmarking.variants import resolve_methods
 
 SUITE = Path(__file__).parents[2] / "benchmarks" / "gpu_suite.py"
@@ -146,13 +146,6 @@ def test_a_suite_that_is_stopped_concludes(
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_without_a_gpu_it_says_so(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--device", "cpu", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="no GPU here; --tiny"):
-        suite.main()
-    assert not list(tmp_path.iterdir())
-
-
 def row(method: str, times: float, floor: str | None = None, own: float | None = None) -> dict[str, Any]:
     speed = {"untouched": {"median": times}}
     made = {"method": method, "rounds": 7, "speed": speed, "floor": floor and {"name": floor}}
@@ -216,7 +209,7 @@ def test_correctness_host_and_report(suite: Any, run: Any, tmp_path: Path, monke
         assert row["device"] > 0 and row["kernels"] >= len(row["longest"]) > 0
         assert any("scaled_dot_product" in name for name in row["attention"])
     files = [tmp_path / f"gpu_suite/{name}.png" for name in ("correctness", "sd15-512-batch-1-host")]
-    assert write_report(tmp_path / "gpu_suite.json") == [tmp_path / "gpu_suite.json", tmp_path / "gpu_suite.md", *files]
+    assert write_suite(tmp_path / "gpu_suite.json") == [tmp_path / "gpu_suite.json", tmp_path / "gpu_suite.md", *files]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
     text = (tmp_path / "gpu_suite.md").read_text()
     assert "| UNet | elfatt-fast/1 | bfloat16 | auto |" in text

@@ -26,7 +26,6 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.methods import attentions
 from elfatt_sd.runtime.exact_run import ExactRun
-from elfatt_sd.toy import GUIDANCE, STEPS
 
 PROMPTS = ["a cat", "a dog"]
 BLOCKS = PatchConfig("blocks", (Phase(1.0, "block", block_size=16),))
@@ -222,7 +221,7 @@ def test_orders(tmp_path: Path) -> None:
     results = orders("x", methods=[BLOCKS, SPREAD], **SOME)
     assert len(results["rows"]) == 2 * 2 * 3  # methods, steps, layers
     assert results["settings"]["guidance"] == 7.5
-    _, table, plot = save(results, tmp_path / "orders.json")
+    table, plot = save(results, tmp_path / "orders.json")
     lines = table.read_text().splitlines()
     assert lines[0] == "| method | mean | step 0 | step 2 | layer 1 | layer 2 | layer 3 |"
     assert [line.split(" | ")[0] for line in lines[2:4]] == ["| blocks", "| spread"]
@@ -247,14 +246,6 @@ def test_a_stopped_run_has_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> 
     assert {row["step"] for row in session.results["rows"]} == {0}
 
 
-@pytest.mark.usefixtures("loaded")
-def test_which_calls_are_compared_and_what_the_toy_has_of_its_own() -> None:
-    settings = orders("toy", methods=[BLOCKS], record_at=[1], prompts=["a"], device="cpu", draws=1)["settings"]
-    assert (settings["guidance"], settings["steps"]) == (GUIDANCE, STEPS)
-    assert orders("x", methods=[BLOCKS], **{**RUN, "steps": 25})["settings"]["record_at"] == [2, 6, 12, 18, 23]
-    assert {row["step"] for row in orders("x", methods=[BLOCKS], **{**RUN, "steps": 4})["rows"]} == {0, 1, 2, 3}
-
-
 @pytest.mark.usefixtures("flux")
 def test_every_step_of_a_transformer(tmp_path: Path) -> None:
     """Each approximation has a map; with many layers and steps, these are the lines of the tables."""
@@ -262,30 +253,19 @@ def test_every_step_of_a_transformer(tmp_path: Path) -> None:
     methods = dict.fromkeys(row["method"] for row in results["rows"])
     assert list(methods) == list(joint_configs())
     assert len(results["rows"]) == len(methods) * 9 * 2
-    _, table, plot = save(results, tmp_path / "orders.json")
+    table, plot = save(results, tmp_path / "orders.json")
     by_layer, by_step = table.read_text().split("\n\n")
     assert [line.split(" | ")[0] for line in by_layer.splitlines()[2:]] == [
         "| 1: `transformer_blocks.0.attn`",
         "| 2: `single_transformer_blocks.0.attn`",
         "| mean",
     ]
-    assert [line.split(" | ")[0] for line in by_step.splitlines()[2:]] == [
-        *(f"| {step}" for step in range(9)),
-        "| mean",
-    ]
-    for line, step in zip(by_step.splitlines()[2:-1], range(9), strict=True):
-        for method, cell in zip(methods, line.strip("| ").split(" | ")[1:], strict=True):
-            own = [row["error"] for row in results["rows"] if (row["method"], row["step"]) == (method, step)]
-            assert len(own) == 2 and cell == f"{sum(own) / 2:.3f}"
+    cells = [line.strip("| ").split(" | ") for line in by_step.splitlines()[2:]]
+    assert [own for own, *_ in cells] == [*map(str, range(9)), "mean"]
+    for number, method in enumerate(methods, 1):
+        own = [row["error"] for row in results["rows"] if (row["method"], row["step"]) == (method, 4)]
+        assert len(own) == 2 and cells[4][number] == f"{sum(own) / 2:.3f}"
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.usefixtures("flux")
-def test_a_preset_is_what_it_is_on_the_family() -> None:
-    """Exact in its first step, as elfatt-fast of transformers is."""
-    rows = orders("x", methods=["elfatt-fast"], every_step=True, size=64, **{**RUN, "steps": 5})["rows"]
-    assert [row["step"] for row in rows if row["error"] == 0] == [0, 0]
-    assert len(rows) == 10
 
 
 def test_a_video_model_has_frames(folder: Path, tmp_path: Path, loaded: dict[str, Any]) -> None:
@@ -298,7 +278,7 @@ def test_a_video_model_has_frames(folder: Path, tmp_path: Path, loaded: dict[str
     places = [(row["step"], row["layer"]) for row in results["rows"]]
     assert places == [(step, f"blocks.{block}.attn1") for step in range(3) for block in range(2)]
     assert all(row["error"] > 0 for row in results["rows"])
-    _, table, plot = save(results, tmp_path / "orders.json")
+    table, plot = save(results, tmp_path / "orders.json")
     assert "layer 1 is `blocks.0.attn1`, layer 2 is `blocks.1.attn1`." in table.read_text()
     assert plot.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ElfattError, match="height=100"):
@@ -319,9 +299,3 @@ def test_a_video_model_has_frames(folder: Path, tmp_path: Path, loaded: dict[str
 def test_what_is_not_accepted(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ElfattError, match=re.escape(says)):
         orders("x", size=64, **{**RUN, **options})
-
-
-@pytest.mark.usefixtures("flux")
-def test_frames_of_a_model_that_makes_none_have_no_effect() -> None:
-    with pytest.warns(UserWarning, match="frames=9 has no effect on a FluxPipeline"):
-        orders("x", methods=[BLOCKS], size=64, frames=9, **SOME)

@@ -66,7 +66,7 @@ def test_a_row_for_each_phase_that_is_not_exact(small_shapes: None, tmp_path: Pa
     results = host(sizes=[64], methods=["elfatt", "elfatt-fast"], steps=5)
     rows = [(row["size"], row["method"], row["layers"]) for row in results["rows"]]
     assert rows == [(64, "elfatt", 3), (64, "elfatt", 3), (64, "elfatt-fast", 7)]
-    _, table, plot = save(results, tmp_path / "host.json")
+    table, plot = save(results, tmp_path / "host.json")
     lines = table.read_text().splitlines()
     assert lines[0].startswith("| pixels | method | phase | layers | operations more a layer |")
     assert len(lines) == 2 + len(results["rows"])

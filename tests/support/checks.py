@@ -495,7 +495,7 @@ def check_saved(results: Results, folder: Path) -> None:
     """JSON that reads back, a table row for each, a picture."""
     path = folder / "x.json"
     path.write_text(json.dumps(results))
-    _, table, plot = save(results, path)
+    table, plot = save(results, path)
     lines = [line for line in table.read_text().splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     for row in results["rows"]:

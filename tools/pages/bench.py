@@ -12,16 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import benchmarks.shown  # noqa: F401  (how results of the scripts look)
-from elfatt_sd.benchmarking.report import (
-    describe_file,
-    describe_part,
-    draw_parts,
-    origin,
-    picture_line,
-    read_results,
-    save,
-)
+from benchmarks.shown import describe_file, describe_part, draw_parts, origin, picture_line
+from elfatt_sd.benchmarking.report import read_results, save
 from elfatt_sd.files import link
 from tools.pages.blocks import MISSING, check_markers, check_results, fill_blocks
 from tools.pages.goals import goals_table
