@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import benchmarks.shown  # noqa: F401  (how results of these scripts look)
 from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.benchmarking.tables import markdown
+from elfatt_sd.benchmarking.report import markdown, save
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import write_json
@@ -46,7 +47,6 @@ def methods(texts: list[str] | None) -> list[str | PatchConfig] | None:
 
 def run(chosen: argparse.Namespace, bench: Callable[..., Any], **given: Any) -> None:
     """Run a benchmark, and print and write what it has, also when it is stopped."""
-    from elfatt_sd.benchmarking.plots import save
     from elfatt_sd.cli.console import quiet_libraries
 
     command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.benchmarking.models import Model, unet_call
-from elfatt_sd.benchmarking.names import UNPATCHED
 from elfatt_sd.benchmarking.record import Record, Results, Session
-from elfatt_sd.benchmarking.variants import Variant, by_phase, fitted_methods, resolve_methods
+from elfatt_sd.benchmarking.variants import UNPATCHED, Variant, by_phase, fitted_methods, resolve_methods
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import copy_structure
 from elfatt_sd.phases import Backend

@@ -18,11 +18,9 @@ from pathlib import Path
 import torch
 
 from elfatt_sd.benchmarking.models import make_model, unet_call
-from elfatt_sd.benchmarking.names import KEPT
-from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Record, Session
-from elfatt_sd.benchmarking.tables import markdown
-from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, single_phases
+from elfatt_sd.benchmarking.report import markdown, save
+from elfatt_sd.benchmarking.variants import KEPT, UNTOUCHED, Variant, single_phases
 from elfatt_sd.cli.console import quiet_libraries
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import Bystanders, keep_freed_memory

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elfatt_sd.benchmarking.names import UNPATCHED, is_reference
-from elfatt_sd.benchmarking.record import Results, greatest_peak, own_part
+from elfatt_sd.benchmarking.record import Results, own_part
+from elfatt_sd.benchmarking.variants import UNPATCHED, is_reference
+from elfatt_sd.evaluation.protocols import FEW_REPEATS
 
 FRACTION = 0.8  # of the floor's gain, at LARGE pixels and above, in a method's own phase
 LARGE, SMALL = 768, 512  # pixels; with graphs no method may be slower than untouched at the smaller size
 GAIN = 0.02  # of a floor, below which a fraction of it is noise
+KEPT = RESIDUALS, MATCHINGS = "residual_steps", "reuse_steps"  # settings that keep something for other steps
 
 Parts = Mapping[str, Results]
 
@@ -66,3 +68,31 @@ def greatest_peaks(parts: Parts) -> dict[str, dict[str, Any]]:
     """Return, for each part with peaks, which of our methods has the greatest, and which fraction of untouched's."""
     found = {name: greatest_peak(part) for name, part in parts.items() if "runs" in part}
     return {name: {"method": method, "share": share} for name, (method, share) in found.items() if share}
+
+
+def greatest_peak(results: Results, kept: str = "") -> tuple[str, float | None]:
+    """Return which of our methods has the greatest peak, and that as a fraction of the untouched call's."""
+    known = {row["method"]: row["peak_bytes"] for row in results.get("rows", ()) if row["peak_bytes"]}
+    fitting = {row["method"] for row in results.get("rows", ()) if _kept(results, row) == kept}
+    ours = [method for method in known if not is_reference(method) and method in fitting]
+    if not ours or UNPATCHED not in known:
+        return "", None
+    greatest = max(ours, key=known.__getitem__)
+    return greatest, known[greatest] / known[UNPATCHED]
+
+
+def _kept(results: Results, row: Mapping[str, Any]) -> str:
+    """Name the setting by which a method keeps the difference to exact attention, or a matching, for other steps."""
+    named = results["settings"]["variants"]
+    configs = [named[part["variant"]]["config"] for part in row.get("parts", ())]
+    if any(phase["residual_steps"] > 1 for config in configs for phase in config["phases"]):
+        return RESIDUALS
+    return MATCHINGS if any(config["reuse_steps"] > 1 for config in configs) else ""
+
+
+def verdict(met: bool, rounds: int = FEW_REPEATS) -> str:
+    return few_rounds(rounds) or ("met" if met else "**missed**")
+
+
+def few_rounds(rounds: int) -> str:
+    return f"only {rounds} round{'s' * (rounds > 1)}" if rounds < FEW_REPEATS else ""

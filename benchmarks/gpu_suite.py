@@ -1,7 +1,7 @@
 """All methods on one GPU in less than ten minutes: shapes of UNets and transformers with random weights, float16.
 
     python benchmarks/gpu_suite.py --out benchmarks/results
-    elfatt-sd bench report benchmarks/results/gpu_suite.json
+    python -m benchmarks.shown benchmarks/results/gpu_suite.json
 
 Needs torch with Triton, diffusers, tomesd and this repository; downloads nothing. Exact attention through flash-attn 2
 (wheel `flash-attn`), flash-attn 3 (`flash-attn-3`) and SageAttention (`sageattention`) is a competitor where these
@@ -32,18 +32,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import benchmarks.shown  # noqa: F401  (how results of its parts look)
 import elfatt_sd
 from benchmarks.correctness import correctness
 from benchmarks.device_time import profile
-from benchmarks.goals import all_goals, greatest_peaks, memory_slopes
+from benchmarks.goals import all_goals, greatest_peaks, memory_slopes, verdict
+from benchmarks.graphs import graphed_call
 from benchmarks.growth import growth
 from benchmarks.merging import merging
 from elfatt_sd.attention.softmax import make_ready, softmax_attention
+from elfatt_sd.benchmarking import unet
 from elfatt_sd.benchmarking.models import Model, fill, make_model, random_unet
 from elfatt_sd.benchmarking.record import Record, Results, Session
-from elfatt_sd.benchmarking.report import verdict
-from elfatt_sd.benchmarking.tables import markdown
-from elfatt_sd.benchmarking.unet import unet
+from elfatt_sd.benchmarking.report import markdown
 from elfatt_sd.devices import describe_machine, synchronize
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.shapes import Transformer, empty_transformer
@@ -164,7 +165,7 @@ class Suite:
         self.models: dict[str, Model] = {}
         self.session = Session()  # of the part that is going on
         self.competitors, self.results["missing"] = self.there()
-        graph = {"graphs": self.device.type == "cuda"}
+        graph = {"graphed": graphed_call if self.device.type == "cuda" else None}
         few = graph | {"few": True}
         self.parts: dict[str, Callable[[], Results]] = {
             "correctness": self.correctness,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import common
-from elfatt_sd.benchmarking.layer import layer
+from elfatt_sd.benchmarking import layer
 from elfatt_sd.benchmarking.record import Results
 from elfatt_sd.measure import Spread
 

@@ -21,13 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import common
 from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.benchmarking import models
-from elfatt_sd.benchmarking.names import PEER, is_peer
 from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import (
+    PEER,
     Size,
     Variant,
     check_steps_are_alike,
     height_and_width,
+    is_peer,
     read_size,
     resolve_methods,
 )

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks import common
 from elfatt_sd.attention.merging import match_tokens, rows_at_once
-from elfatt_sd.benchmarking.layer import CHANNELS, channels_first, tomesd_matching
-from elfatt_sd.benchmarking.record import Record, Results, Session, without_gradients
+from elfatt_sd.benchmarking import CHANNELS, channels_first, tomesd_matching, without_gradients
+from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import grid_side
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.loading import pick_device, pick_dtype

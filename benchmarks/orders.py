@@ -15,9 +15,9 @@ import torch
 from benchmarks import common
 from benchmarks.errors import DRAWS, Row, measure_errors
 from elfatt_sd.attention.ordering import BlockOrder
-from elfatt_sd.benchmarking.names import AGENTS, ORDERS, blocks, is_peer
+from elfatt_sd.benchmarking import AGENTS, ORDERS, blocks
 from elfatt_sd.benchmarking.record import Record, Results, Session
-from elfatt_sd.benchmarking.variants import Size, height_and_width, named, read_size
+from elfatt_sd.benchmarking.variants import Size, height_and_width, is_peer, named, read_size
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.drawing.running import check_steps, own_settings, rows_of, warn_if_too_large
 from elfatt_sd.errors import ElfattError

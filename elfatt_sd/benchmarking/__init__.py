@@ -3,3 +3,382 @@
 Every variant runs on its own copy of the model; the weights are shared. All variants run once in each round, and ratios
 are taken within a round, so that a machine whose clock drifts slows all of them alike.
 """
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elfatt_sd.attention.ordering import BLOCK_ORDERS, BlockOrder, Grid
+from elfatt_sd.benchmarking.models import Model, fill, make_model, make_pipeline, unet_call
+from elfatt_sd.benchmarking.record import Record, Results, Session
+from elfatt_sd.benchmarking.variants import (
+    COMPILED,
+    FLOOR,
+    PEER,
+    UNPATCHED,
+    Size,
+    Variant,
+    by_phase,
+    fitted_methods,
+    fitting,
+    forget_matchings,
+    forget_residuals,
+    grid_side,
+    height_and_width,
+    resolve_methods,
+    whole,
+    with_autotuned,
+    with_compiled,
+    with_exact,
+)
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.devices import standard_normal
+from elfatt_sd.drawing.running import dimensions_of, exact_size, look_at, warn_if_too_large
+from elfatt_sd.errors import need
+from elfatt_sd.families import SelfAttention, copy_structure, main_denoiser, step_denoisers
+from elfatt_sd.loading import pick_device, pick_dtype
+from elfatt_sd.measure import Call, little_garbage, peak_memory
+from elfatt_sd.methods import AttentionName, Blocks, Draws, Softmax, attentions, is_own
+from elfatt_sd.phases import EXACT, Backend, Phase
+from elfatt_sd.runtime.call import attend
+from elfatt_sd.runtime.exact_run import StandaloneLayer
+from elfatt_sd.runtime.schedule import Position
+
+Move = Callable[[Tensor], Tensor]
+MakeCall = Callable[[Any, Mapping[str, Any], Variant], Call]
+CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5
+AGENTS = 64
+ORDERS = [order for order in BLOCK_ORDERS if order != "sequence"]  # without merging, that is `raster`
+_PEER = f"{PEER} 0.5"
+
+
+def layer(
+    *,
+    tokens: Sequence[int] = (4096, 16384),
+    batch: int = 2,
+    repeats: int = 5,
+    device: str = "auto",
+    dtype: str = "auto",
+    block_size: int = 128,
+    max_seconds: float = math.inf,
+    memory: bool = True,
+    kind: str = "layer",
+    session: Session | None = None,
+) -> Results:
+    """Time one self-attention layer of SD 1.5's finest level: the attention itself, and the layer with projections.
+
+    What a method draws at random for each step is part of its layer's time.
+    """
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    sides = {count: grid_side(count) for count in sorted(tokens)}
+    Blocks(block_size)  # checks it
+    settings = {"dtype": str(precision).removeprefix("torch."), "block_size": block_size}
+    settings["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
+    record = Record(session, kind, place, settings, bases=[Softmax.name, _PEER])
+    parts = {"attention": _attention_calls, "layer": _layer_calls}
+    each = repeats + memory  # calls of a variant
+    smallest = min(sides.values())
+    variants = sum(len(make(smallest, batch, block_size, place, precision)) for make in parts.values())
+    record.announce(len(sides) * variants * each)
+    for (count, side), part in itertools.product(sides.items(), parts):
+        before = [row for row in record.results["rows"] if row["part"] == part and row["tokens"] < count]
+        calls = parts[part](side, batch, block_size, place, precision)
+        key = {"tokens": count, "batch": batch, "part": part}
+        kept = dict(calls)
+        for name in calls if before else ():  # its time is expected from the last size, as if its cost were quadratic
+            own = [row["seconds"] * (count / row["tokens"]) ** 2 for row in before if row["method"] == name]
+            if not own or own[-1] > max_seconds:
+                del kept[name]
+        record.announce((len(kept) - len(calls)) * each)
+        if left := [name for name in calls if name not in kept]:
+            which = f"{count} tokens, {part}: {', '.join(left)}"
+            warnings.warn(
+                f"elfatt-sd: {which} left out, as a call may take more than max_seconds={max_seconds:g}.", stacklevel=2
+            )
+        if not kept:
+            continue
+        calls = without_gradients(kept)
+        record.time(key, calls, repeats)
+        for name in calls if memory else ():
+            record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
+    return record.results
+
+
+def layer_phases(block_size: int) -> dict[str, Phase]:
+    """Return what a layer is timed with: every block order, every attention, with and without merging.
+
+    A part of a name after a comma is an order. Attentions that others registered are there by their own names.
+    """
+    phases = {f"block, {order}": blocks("block", block_size, order) for order in ORDERS}
+    phases["cell_spread"] = blocks("cell_spread", block_size, "spread")
+    phases["sampled"] = Phase(1.0, "sampled", block_size=block_size)
+    phases["agents"] = Phase(1.0, "agent", agents=AGENTS)
+    for merging, ratio in {"": 0.0, " on tome 0.5": 0.5}.items():
+        halves = Phase(1.0, "elfatt", ratio=ratio, block_size=block_size, agents=AGENTS)
+        phases[f"elfatt{merging}"] = halves
+        phases[f"elfatt{merging}, spread"] = halves.with_settings({"block_order": "spread"})
+    phases["tome 0.5"] = Phase(1.0, "softmax", ratio=0.5)
+    return phases | {name: Phase(1.0, kind()) for name, kind in attentions().items() if not is_own(kind)}
+
+
+def blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
+    return Phase(1.0, attention, block_size=size, block_order=order)
+
+
+class _Projected:
+    """A layer whose queries, keys and values are there already; see `elfatt_sd.methods.Layer`."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._q, self._k, self._v = q, k, v
+        self.kernel: dict[str, Any] = {"fp32_logits": False, "backend": "native"}
+        self.context = None
+
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        count = tokens.shape[1] if keys is None else len(keys)
+        return self._q, self._k[:, :count], self._v[:, :count]
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        return self._q[:, : tokens.shape[1]]
+
+    def merged(self, ratio: float) -> Tensor:
+        return self._q.flatten(2)[:, : max(1, round(self._q.shape[1] * (1 - ratio)))]
+
+
+def _attention_calls(
+    side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Call]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, batch, side * side, HEADS, CHANNELS // HEADS)
+    q, k, v = standard_normal(shape, generator).to(device, dtype)
+    grid, draws = Grid.image(side, side), Draws(0, 0, 0, device)
+    calls: dict[str, Call] = {}
+    for name, phase in {Softmax.name: EXACT, **layer_phases(block_size)}.items():
+        if not phase.merge.ratio and (short := name.split(",")[0]) not in calls:
+            prepared = phase.attention.prepare(grid, draws)
+            calls[short] = functools.partial(attend, phase.attention, _Projected(q, k, v), q.flatten(2), prepared)
+    return calls
+
+
+def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype) -> dict[str, Call]:
+    from diffusers.models.attention_processor import Attention
+
+    generator = torch.Generator().manual_seed(0)
+    x = standard_normal((batch, side * side, CHANNELS), generator).to(device, dtype)
+    block_input = channels_first(x)
+    with torch.device("meta"):
+        empty = Attention(CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS)
+    attention = fill(empty, device, dtype).eval()
+
+    def merged_by_peer() -> Tensor:
+        merge, unmerge = tomesd_matching(block_input, side, 0.5, 2)
+        return unmerge(attention(merge(x)))
+
+    calls: dict[str, Call] = {Softmax.name: functools.partial(attention, x), _PEER: merged_by_peer}
+    for name, phase in layer_phases(block_size).items():
+        patched = StandaloneLayer(SelfAttention("layer", attention, None, 1), PatchConfig(phases=(phase,)))
+        calls[name] = functools.partial(_step, patched, x, block_input, side)
+    return calls
+
+
+def channels_first(x: Tensor) -> Tensor:
+    return x.mT.contiguous().mT
+
+
+def _step(patched: StandaloneLayer, x: Tensor, block_input: Tensor, side: int) -> Tensor:
+    """Do what a layer costs in a denoising step: draw, then attend."""
+    patched.begin(Position(0, 1), (x.shape[0], 4, side, side), block_input)
+    return patched(x)
+
+
+def tomesd_matching(metric: Tensor, side: int, ratio: float, stride: int) -> tuple[Move, Move]:
+    need("peer 'tomesd'", "tomesd")
+    from tomesd.merge import bipartite_soft_matching_random2d
+
+    cells, merged = (side, side, stride, stride), int(metric.shape[1] * ratio)
+    matching: tuple[Move, Move] = bipartite_soft_matching_random2d(metric, *cells, merged, no_rand=True)
+    return matching
+
+
+def without_gradients(calls: Mapping[str, Call]) -> dict[str, Call]:
+    return {name: torch.inference_mode()(call) for name, call in calls.items()}
+
+
+def unet(
+    model: str | Model = "sd15",
+    *,
+    sizes: Sequence[Size] = (512, 1024),
+    methods: Iterable[str | PatchConfig] | None = None,
+    batch: int = 2,
+    repeats: int = 5,
+    device: str = "auto",
+    dtype: str = "auto",
+    compile: bool = False,
+    autotune: bool = False,
+    graphed: MakeCall | None = None,  # makes a call that replays a CUDA graph; see benchmarks/graphs.py
+    competitors: Sequence[Backend] = (),
+    memory: Sequence[int] | None = None,
+    seconds: float = math.inf,
+    variant: str | None = None,
+    session: Session | None = None,
+    **settings: Any,
+) -> Results:
+    """Time one UNet call in every phase of every method, and add them up over a run of 50 steps."""
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    batches = (batch, 2 * batch) if memory is None else memory
+    chosen = resolve_methods(methods, **settings)
+    made = model if isinstance(model, Model) else make_model(model, place, precision, variant)
+    lineup = by_phase(fitted_methods(chosen, made.unet, named=methods is not None))
+    lineup = with_compiled(lineup) if compile else with_autotuned(lineup) if autotune else lineup
+    lineup = fitting(with_exact(lineup, competitors), made.unet)
+    about: dict[str, Any] = {
+        "model": model if isinstance(model, str) else "given",
+        "dtype": str(precision).removeprefix("torch."),
+        "graphs": graphed is not None,
+        "variants": lineup.described(),
+        **({"variant": variant} if variant else {}),
+    }
+    record = Record(session, "unet", place, about, **lineup.details((UNPATCHED, PEER, UNPATCHED + COMPILED)))
+    keys = [{"size": size, "batch": batch} for size in sizes]
+
+    def lose(name: str, error: Exception) -> None:
+        for key in keys:
+            record.lose(key, name, error)
+
+    units = units_of(made, lineup.variants, lose)
+    measured = [name for name, variant in lineup.variants.items() if name in units and variant.kind != FLOOR]
+    record.announce(len(keys) * (repeats * len(units) + len(measured) * len(batches)))
+    for key in keys:
+        inputs = made.inputs(key["size"], batch)
+        calls = {
+            name: graphed(unit, inputs, lineup.variants[name]) if graphed else unet_call(unit, inputs)
+            for name, unit in units.items()
+        }
+        small = made.inputs(min(*height_and_width(key["size"]), made.least_size), batch)
+        shrinks = place.type == "cpu" and not (session and session.keep_going)  # then what fails is told by its name
+        warm_up = _warm_up(units, lineup.variants, calls, small) if shrinks else None
+        record.time(key, calls, repeats, seconds=seconds, warm_up=warm_up)
+    with little_garbage():
+        for key, name, rows in itertools.product(keys, measured, batches):
+            call = unet_call(units[name], made.inputs(key["size"], rows))
+            measure = functools.partial(_peak, units[name], call, lineup.variants[name], place)
+            record.keep_peak(key, name, rows, measure)
+    return record.results
+
+
+def units_of(made: Model, variants: Mapping[str, Variant], lose: Callable[[str, Exception], object]) -> dict[str, Any]:
+    """Put every variant on its own copy of the model; what cannot be put there is lost."""
+    units: dict[str, Any] = {}
+    kept = {} if made.copies is None else made.copies
+    for name, variant in variants.items():
+        try:
+            if variant not in kept:
+                kept[variant] = variant.install(copy_structure(made.unet))
+            units[name] = kept[variant]
+        except Exception as error:
+            lose(name, error)
+    if any(variant.compiled for variant in variants.values()):
+        # The copies share the code of their class, so that each is an entry in the cache of what it was compiled to.
+        import torch._dynamo
+
+        config: Any = torch._dynamo.config
+        limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before PyTorch 2.6
+        setattr(config, limit, max(getattr(config, limit), 16 * len(units)))
+    return {
+        name: torch.compile(unit, dynamic=False) if variants[name].compiled else unit for name, unit in units.items()
+    }
+
+
+def _warm_up(
+    units: Mapping[str, Any], variants: Mapping[str, Variant], calls: Mapping[str, Call], small: Mapping[str, Any]
+) -> dict[str, Call]:
+    """On a CPU, warm every variant up with a small image; what depends on the size, the cheapest one warms up."""
+    cheapest = [name for name, variant in variants.items() if variant.kind in (UNPATCHED, FLOOR)][-1]
+    prepared = {name for name, variant in variants.items() if variant.compiled or variant.autotune}
+    reusing = {name for name, variant in variants.items() if variant.reuses_steps}
+    full = {name: call for name, call in calls.items() if name in {cheapest, *prepared, *reusing}}
+    shrunk = {f"{name}, small": unet_call(unit, small) for name, unit in units.items() if name not in prepared}
+    return {**shrunk, **full}
+
+
+def _peak(unet: Any, call: Call, variant: Variant, device: torch.device) -> int | None:
+    """Measure the peak memory of a call, with all that it keeps for later ones."""
+    if variant.compiled:
+        peak_memory(call, device)  # compiles
+    forget_residuals(unet)
+    forget_matchings(unet)
+    return peak_memory(call, device)
+
+
+def pipeline(
+    model: str = "toy",
+    *,
+    sizes: Sequence[Size] = (),
+    methods: Iterable[str | PatchConfig] | None = None,
+    batch: int = 1,
+    repeats: int = 5,
+    steps: int = 25,
+    memory: bool = True,
+    device: str = "auto",
+    dtype: str = "auto",
+    variant: str | None = None,
+    session: Session | None = None,
+    **settings: Any,
+) -> Results:
+    """Time a whole pipeline with guidance, from text (or its embedding, with random weights) to images."""
+    place = pick_device(device)
+    precision = pick_dtype(dtype, place)
+    chosen = resolve_methods(methods, **settings)
+    pipe, inputs = make_pipeline(model, place, precision, batch, variant)
+    pipe.set_progress_bar_config(disable=True)
+    denoiser = main_denoiser(pipe)
+    lineup = fitting(whole(fitted_methods(chosen, denoiser, named=methods is not None)), denoiser)
+    twins = {name: twin(pipe, each) for name, each in lineup.variants.items()}
+    about: dict[str, Any] = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
+    about |= {"variants": lineup.described(), **({"variant": variant} if variant else {})}
+    record = Record(session, "pipeline", place, about, **lineup.details((UNPATCHED, PEER)))
+    if not sizes:
+        height, width = dimensions_of(pipe).own
+        sizes = (width if height == width else f"{width}x{height}",)
+    for size in sizes:
+        warn_if_too_large(pipe, *height_and_width(size), rows=2, batch=batch)
+    measured = [name for name, each in lineup.variants.items() if memory and each.kind != FLOOR]
+    record.announce(len(sizes) * (repeats * len(twins) + len(measured)))
+    for size in sizes:
+        calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}
+        few = min(steps, 5)
+        warm_up = {name: functools.partial(_look, name, each, inputs, size, few) for name, each in twins.items()}
+        key = {"size": size, "batch": batch}
+        record.time(key, calls, repeats, warm_up=warm_up)
+        for name in measured:
+            record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
+    return record.results
+
+
+def twin(pipe: Any, variant: Variant) -> Any:
+    other = copy.copy(pipe)
+    for name, denoiser in step_denoisers(pipe).items():
+        setattr(other, name, copy_structure(denoiser))
+    return variant.install(other)
+
+
+def _look(name: str, pipe: Any, inputs: dict[str, Any], size: Size, steps: int) -> None:
+    """Run a pipeline, and warn where it draws no image."""
+    if fault := look_at(pipe, _run(pipe, inputs, size, steps))[1]:
+        warnings.warn(f"elfatt-sd: {name}: the image {fault}", stacklevel=2)
+
+
+def _run(pipe: Any, inputs: dict[str, Any], size: Size, steps: int) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    given = {**inputs, **exact_size(pipe, *height_and_width(size)), "generator": generator}
+    return pipe(**given, num_inference_steps=steps, output_type="pt")

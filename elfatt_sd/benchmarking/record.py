@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.benchmarking.names import UNPATCHED, is_reference, plain_name
+from elfatt_sd.benchmarking.variants import plain_name
 from elfatt_sd.devices import Bystanders, describe_machine
 from elfatt_sd.errors import is_out_of_memory
 from elfatt_sd.measure import Call, Comparison, Spread, Turn, now, ratios, timed
@@ -20,7 +20,6 @@ from elfatt_sd.progress import Progress
 
 Results = dict[str, Any]
 Times = Mapping[str, Sequence[float]]
-KEPT = RESIDUALS, MATCHINGS = "residual_steps", "reuse_steps"  # settings that keep something for other steps
 QUICK = 1.0  # seconds of a call up to which every call is warmed up as it is
 
 
@@ -64,22 +63,36 @@ class Record:
         seconds: float = math.inf,
         warm_up: Mapping[str, Call] | None = None,
     ) -> None:
-        """Time calls interleaved, and keep each whole round and what was lost; see `time_in_turns`."""
-        group, bystanders, started = self.group(key), Bystanders(), now()
+        """Time calls interleaved after a warm-up, by them or others in their place, and keep each whole round."""
+        group, bystanders, started, before = self.group(key), Bystanders(), now(), self._done
+        warm, repeated = calls if warm_up is None else warm_up, dict[str, int]()
         self._ahead = max(0, self._ahead - repeats * len(calls))
-        turns = [0]
 
-        def turn(done: int, total: int) -> None:
-            turns.append(done)
-            self.tell(title(key), done, total)
+        def tell(done: int, total: int) -> None:
+            self._done = before + done
+            self.tell(title(key), 0, total - done)
 
-        self.tell(title(key), 0, repeats * len(calls) + len(calls if warm_up is None else warm_up))
+        def take(turn: Turn) -> float:
+            return timed(calls[turn.name], self._device, repeated.get(turn.name, 1))
+
+        def warm_one(turn: Turn) -> float:
+            taken = timed(warm[turn.name], self._device)
+            if self._device.type != "cpu" and turn.name in calls and taken < QUICK:
+                repeated[turn.name] = max(1, min(20, round(0.1 / timed(warm[turn.name], self._device))))
+            return taken
+
+        lose = functools.partial(self.lose, key)
+        compared = Comparison([*calls], take, repeats, tell, lose, group["times"])
+        tell(0, repeats * len(calls) + len(warm))
         try:
-            options: dict[str, Any] = {"seconds": seconds, "warm_up": warm_up, "times": group["times"], "tell": turn}
-            lose = functools.partial(self.lose, key)
-            time_in_turns(calls, repeats, self._device, **options, lose=lose)
+            lasted = compared.warm_up(warm_one, warm)
+            if any(lasted.get(name, QUICK) < QUICK for name in calls):
+                for name in calls:
+                    if name not in warm:
+                        calls[name]()
+            compared.run(seconds)
         finally:  # also when it is stopped
-            self._done += turns[-1]
+            compared.drop_unfinished_round()
             if rounds := max(map(len, group["times"].values()), default=0):
                 group["sittings"] = [{"started": started, "rounds": rounds, "bystanders": bystanders.share()}]
             self.work_out()
@@ -135,52 +148,6 @@ class Record:
         self.results["rows"] = make_rows(self.results)
 
 
-def only_memory(name: str, error: Exception) -> None:
-    """Raise what is not a lack of memory."""
-    if not is_out_of_memory(error):
-        raise error
-
-
-def time_in_turns(
-    calls: Mapping[str, Call],
-    repeats: int,
-    device: torch.device,
-    *,
-    seconds: float = math.inf,
-    warm_up: Mapping[str, Call] | None = None,
-    times: dict[str, list[float]] | None = None,
-    tell: Callable[[int, int], None] = lambda done, total: None,
-    lose: Callable[[str, Exception], None] = only_memory,
-) -> dict[str, list[float]]:
-    """Time functions interleaved, after a warm-up round that does not count."""
-    warm, repeated = calls if warm_up is None else warm_up, dict[str, int]()
-
-    def take(turn: Turn) -> float:
-        return timed(calls[turn.name], device, repeated.get(turn.name, 1))
-
-    def warm_one(turn: Turn) -> float:
-        taken = timed(warm[turn.name], device)
-        if device.type != "cpu" and turn.name in calls and taken < QUICK:
-            repeated[turn.name] = max(1, min(20, round(0.1 / timed(warm[turn.name], device))))
-        return taken
-
-    compared = Comparison([*calls], take, repeats, tell, lose, {} if times is None else times)
-    lasted = compared.warm_up(warm_one, warm)
-    if any(lasted.get(name, QUICK) < QUICK for name in calls):
-        for name in calls:
-            if name not in warm:
-                calls[name]()
-    try:
-        compared.run(seconds)
-    finally:
-        compared.drop_unfinished_round()
-    return compared.times
-
-
-def without_gradients(calls: Mapping[str, Call]) -> dict[str, Call]:
-    return {name: torch.inference_mode()(call) for name, call in calls.items()}
-
-
 def make_rows(results: Results) -> list[dict[str, Any]]:
     """Work out a row for each group and method."""
     rows: list[dict[str, Any]] = []
@@ -214,26 +181,6 @@ def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def beats_its_floor(row: Mapping[str, Any]) -> bool:
     floor = row.get("floor")
     return floor is not None and round(floor["median"], 3) < 1
-
-
-def greatest_peak(results: Results, kept: str = "") -> tuple[str, float | None]:
-    """Return which of our methods has the greatest peak, and that as a fraction of the untouched call's."""
-    known = {row["method"]: row["peak_bytes"] for row in results.get("rows", ()) if row["peak_bytes"]}
-    fitting = {row["method"] for row in results.get("rows", ()) if _kept(results, row) == kept}
-    ours = [method for method in known if not is_reference(method) and method in fitting]
-    if not ours or UNPATCHED not in known:
-        return "", None
-    greatest = max(ours, key=known.__getitem__)
-    return greatest, known[greatest] / known[UNPATCHED]
-
-
-def _kept(results: Results, row: Mapping[str, Any]) -> str:
-    """Name the setting by which a method keeps the difference to exact attention, or a matching, for other steps."""
-    named = results["settings"]["variants"]
-    configs = [named[part["variant"]]["config"] for part in row.get("parts", ())]
-    if any(phase["residual_steps"] > 1 for config in configs for phase in config["phases"]):
-        return RESIDUALS
-    return MATCHINGS if any(config["reuse_steps"] > 1 for config in configs) else ""
 
 
 def _total(parts: Sequence[tuple[str, int]], times: Times) -> list[float]:

@@ -1,78 +1,203 @@
-"""Results for people: tables that fit a terminal, a conclusion, and files of results as pages."""
+"""Results for people: as Markdown, on a terminal with a conclusion, and as plots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elfatt_sd.benchmarking.names import COMPILED, is_reference, legend
-from elfatt_sd.benchmarking.plots import plot, save
-from elfatt_sd.benchmarking.record import Results, beats_its_floor
-from elfatt_sd.benchmarking.tables import clock, groups, lost, markdown, parts, scaled, spread
-from elfatt_sd.devices import short_commit
-from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.protocols import FEW_REPEATS
-from elfatt_sd.files import atomic_file, link, place_of, read_typed, write_file
+from elfatt_sd.benchmarking.record import Results, beats_its_floor, own_part, title
+from elfatt_sd.benchmarking.variants import (
+    AUTOTUNED,
+    COMPILED,
+    EXACT_THROUGH,
+    FLOOR,
+    KEPT,
+    PEER,
+    UNPATCHED,
+    is_reference,
+    plain_name,
+)
+from elfatt_sd.errors import ElfattError, need
+from elfatt_sd.files import atomic_file, place_of, read_typed, write_file
+from elfatt_sd.measure import Spread
+from elfatt_sd.methods import Softmax
+from elfatt_sd.peers import PEERS
 
 if TYPE_CHECKING:  # the suite for GPUs runs on machines without it
     from rich.console import Console
-    from rich.table import Table
 
 Row = Mapping[str, Any]
+KEYS = ("size", "tokens", "batch", "dtype", "part")
 WIDE = 110  # columns from which on every figure is shown
 MOST_GROUPS = 3  # that have sentences: the last ones, which are the largest
+# How results of other scripts are shown, by kind: their Markdown, and their figure; see benchmarks/shown.py.
+OTHERS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Any]]] = {}
+_LEGEND = {  # by the names that it explains
+    UNPATCHED: "`untouched` is the model with PyTorch's fused attention",
+    Softmax.name: f"`{Softmax.name}` is PyTorch's fused attention",
+    f"{PEER}.*": "`tomesd` is the package",
+    **{f"{name}(:.*)?": f"`{name}` is that of {PEERS[name].package or 'diffusers'}" for name in PEERS if name != PEER},
+    FLOOR: "`floor` leaves out the self-attention layers of the finest level",
+    f"{EXACT_THROUGH}.*": "`exact, BACKEND` attends exactly in every self-attention layer, through that backend",
+    "floor of .*": "`floor of N levels` leaves out those of the N finest levels",
+    "floor: .*": "`floor: similarities` is the product that finds the most similar tokens, and nothing else",
+    r"[\w-]+:.*=.*": "`METHOD:SETTING=VALUE` is a method with a setting changed; `ratio=0` merges nothing",
+    f".*{COMPILED}": "`compiled` rows ran through `torch.compile`",
+    f".*{AUTOTUNED}": "`autotuned` rows patch the layers that the method makes faster, as measured before",
+    f".*{KEPT}": "`freed memory kept` rows ran in processes that called `elfatt_sd.keep_freed_memory`",
+    "block, .*": "`block, ORDER` attends inside blocks of that order",
+    "cell_spread": "`cell_spread` attends to the own cell and to a spread sample",
+    "sampled": "`sampled` attends to sampled keys",
+    "agents": "`agents` attends through 64 pooled queries, and `elfatt` halves the heads between them and blocks",
+    ".* on tome .*": "`on tome 0.5` merges half of the tokens before",
+}
+
+
+def legend(names: Collection[str]) -> str:
+    said = [text for pattern, text in _LEGEND.items() if any(re.fullmatch(pattern, name) for name in names)]
+    return "; ".join(said) + "." if said else ""
+
+
+def markdown(results: Results) -> str:
+    """Return the rows as a Markdown table, with what all of them share above it and what their names mean below it."""
+    rows = results["rows"]
+    if results["kind"] in OTHERS:
+        return OTHERS[results["kind"]][0](results)
+    if rows and "speed" not in rows[0]:  # of a script that is not at hand
+        head = list(dict.fromkeys(name for row in rows for name in row))
+        return table_of([head, *([str(row.get(name, "")) for name in head] for row in rows)], results)
+    return speed_table(results)
+
+
+def speed_table(results: Results) -> str:
+    rows = results["rows"]
+    lines: list[str] = []
+    if rows:
+        values = {key: {row.get(key) for row in rows} for key in KEYS}
+        keys = [key for key in KEYS if len(values[key]) > 1]
+        shared = title({key: rows[0][key] for key in KEYS if len(values[key]) == 1 and key in rows[0]})
+        columns = _columns(rows, results["bases"], lambda ratio: spread(ratio, 3))
+        lines = [f"{shared[:1].upper()}{shared[1:]}:", ""] * bool(shared)
+        lines += table_lines([[*keys, "method", *columns]])
+        for row in rows:
+            for each in (row, *parts(row, indent="&nbsp; ")):
+                cells = (cell(each) for cell in columns.values())
+                lines.append(_line([*(str(row.get(key, "")) for key in keys), each["method"], *cells]))
+    if named := legend({row["method"] for row in rows}):
+        lines += ["", named]
+    if noisy := [row["method"] for row in rows if any(map(beats_its_floor, (row, *row.get("parts", ()))))]:
+        named = ", ".join(f"`{name}`" for name in dict.fromkeys(noisy))
+        lines += ["", f"Faster than its floor, which is noise (repeat with more rounds): {named}."]
+    return "".join(f"{line}\n" for line in [*lines, *(each for line in lost(results) for each in ("", line))])
+
+
+def table_of(cells: Sequence[Sequence[str]], results: Results) -> str:
+    """Return cells as a Markdown table, its head first, and what was lost below it."""
+    lines = [*table_lines(cells), *(each for line in lost(results) for each in ("", line))]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def table_lines(cells: Sequence[Sequence[str]]) -> list[str]:
+    head, *others = cells
+    return [_line(head), "|" + "---|" * len(head), *map(_line, others)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _columns(
+    rows: Sequence[Row], bases: Sequence[str], floor: Callable[[Row | None], str]
+) -> dict[str, Callable[[Row], str]]:
+    """Return, by the heads of those columns that have values, what stands in them."""
+    columns: dict[str, Callable[[Row], str]] = {"time": lambda row: clock(row["seconds"])}
+    for base in bases:
+        if any(base in row["speed"] for row in rows):
+            columns[f"times as fast as {base}"] = lambda row, base=base: spread(row["speed"].get(base))  # type: ignore[misc]
+    if any(row["floor"] for row in rows):
+        columns["of its floor's time"] = lambda row: floor(row["floor"])
+    if any(row["peak_bytes"] is not None for row in rows):
+        columns["peak MiB"] = lambda row: scaled(row.get("peak_bytes"), 2**20, 0)
+    if any(row["bytes_per_picture"] is not None for row in rows):
+        columns["GB for +1 image"] = lambda row: scaled(row.get("bytes_per_picture"), 1e9, 3)
+    return columns
+
+
+def lost(results: Results) -> list[str]:
+    """Say for each group what did not fit into memory, and what failed otherwise."""
+    said = []
+    for group in results["groups"]:
+        where = title(group["key"])
+        if group.get("lost"):
+            said.append(f"Did not fit into memory ({where}): {', '.join(group['lost'])}.")
+        said += [f"Failed ({where}): {name}: {why}" for name, why in group.get("failed", {}).items()]
+    return said
+
+
+def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(title({key: row[key] for key in KEYS if key in row}), []).append(row)
+    return found
+
+
+def parts(row: Row, indent: str) -> list[dict[str, Any]]:
+    return [
+        {**part, "method": f"{indent}{part['steps']} steps: {part['what']}"}
+        | ({"floor": None} if plain_name(part["variant"]) == UNPATCHED else {})
+        for part in row.get("parts", ())
+    ]
+
+
+def clock(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds * 1e3:.4g} ms"
+
+
+def spread(ratio: Row | None, digits: int = 2) -> str:
+    return "" if ratio is None else Spread.read(ratio).words(digits)
+
+
+def scaled(value: float | None, unit: float, digits: int) -> str:
+    return "" if value is None else f"{value / unit:.{digits}f}"
 
 
 def show(results: Results, console: Console) -> None:
     """Print results, and at the end what they say."""
-    from rich.text import Text
-
-    rows = results["rows"]
-    for name, own in groups(rows).items():
-        console.print(_speeds(name, own, results["bases"], console.width >= WIDE))
-    for line in _remarks(results):
-        console.print(Text(line))
-    for line in conclude(results) if rows else ():
-        console.print(Text(line, style="bold"))
-
-
-def _speeds(name: str, rows: Sequence[Row], bases: Sequence[str], wide: bool) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
 
-    bases = [base for base in bases if any(base in row["speed"] for row in rows)][: None if wide else 1]
-    floors = any(row["floor"] for row in rows)
-    peaks = any(row["peak_bytes"] is not None for row in rows)
-    growth = wide and any(row["bytes_per_picture"] is not None for row in rows)
-    table = Table(title=name, title_justify="left", box=SIMPLE)
-    table.add_column("method", overflow="fold")
-    for head in ["time", *(f"times as fast\nas {base}" for base in bases)]:
-        table.add_column(head, justify="right", no_wrap=True)
-    heads = ["times\nits floor"] * floors + ["peak\nMiB"] * peaks + ["GB for\n+1 image"] * growth
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        several = parts(row, indent="  ")
-        for each in (row, *several * (len(several) > 1)):
-            cells = [clock(each["seconds"]), *(spread(each["speed"].get(base)) for base in bases)]
-            floor = "" if each["floor"] is None else f"{each['floor']['median']:.2f}{'*' * beats_its_floor(each)}"
-            cells += [floor] * floors
-            cells += [scaled(each.get("peak_bytes"), 2**20, 0)] * peaks
-            cells += [scaled(each.get("bytes_per_picture"), 1e9, 3)] * growth
-            style = "yellow" if beats_its_floor(each) else "" if each is row else "dim"
-            table.add_row(*map(Text, [each["method"], *cells]), style=style)
-    return table
-
-
-def _remarks(results: Results) -> Iterator[str]:
-    rows = results["rows"]
+    rows, wide = results["rows"], console.width >= WIDE
+    for name, own in groups(rows).items():
+        bases = [base for base in results["bases"] if any(base in row["speed"] for row in own)][: None if wide else 1]
+        columns = _columns(own, bases, lambda ratio: "" if ratio is None else f"{ratio['median']:.2f}")
+        if not wide:
+            columns.pop("GB for +1 image", None)
+        table = Table(title=name, title_justify="left", box=SIMPLE)
+        table.add_column("method", overflow="fold")
+        for head in columns:
+            table.add_column(textwrap.fill(head, 14), justify="right", no_wrap=True)
+        for row in own:
+            several = parts(row, indent="  ")
+            for each in (row, *several * (len(several) > 1)):
+                noise = beats_its_floor(each)
+                cells = [cell(each) + "*" * (noise and "floor" in head) for head, cell in columns.items()]
+                style = "yellow" if noise else "" if each is row else "dim"
+                table.add_row(*map(Text, [each["method"], *cells]), style=style)
+        console.print(table)
     if any(beats_its_floor(each) for row in rows for each in (row, *row.get("parts", ()))):
-        yield "* faster than its floor: noise, repeat with more rounds."
+        console.print(Text("* faster than its floor: noise, repeat with more rounds."))
     if named := legend({row["method"] for row in rows}):
-        yield named.replace("`", "")
-    yield from lost(results)
+        console.print(Text(named.replace("`", "")))
+    for line in lost(results):
+        console.print(Text(line))
+    for line in conclude(results):
+        console.print(Text(line, style="bold"))
 
 
 def conclude(results: Results) -> list[str]:
@@ -86,44 +211,164 @@ def _sentences(rows: Sequence[Row], bases: Sequence[str]) -> Iterator[str]:
     if base is None or not ours:
         yield "nothing was timed that could be compared."
         return
-    speeds = {row["method"]: row["speed"].get(base + COMPILED * row["method"].endswith(COMPILED)) for row in ours}
-    speeds = {name: speed or row["speed"][base] for (name, speed), row in zip(speeds.items(), ours, strict=True)}
     best = max(ours, key=lambda row: row["speed"][base]["median"])
-    yield from _fastest(best, base)
-    losers = {name: speed for name, speed in speeds.items() if speed["median"] <= 1}
-    if losers:
-        yield f"Does not pay: {', '.join(f'{name} {spread(speed)}' for name, speed in losers.items())}."
-    unsure = [name for name, speed in speeds.items() if speed["min"] <= 1 < speed["median"]]
-    if unsure:
-        yield f"Not faster in every round, so undecided: {', '.join(unsure)}."
-
-
-def _fastest(row: Row, base: str) -> Iterator[str]:
-    ratio, rounds = row["speed"][base], row["rounds"]
+    ratio, rounds = best["speed"][base], best["rounds"]
     least = "" if ratio["min"] == ratio["max"] else f" ({ratio['min']:.2f} to {ratio['max']:.2f} in {rounds} rounds)"
     if ratio["median"] > 1:
-        yield f"{row['method']} is fastest, {ratio['median']:.2f} times as fast as {base}{least}."
+        yield f"{best['method']} is fastest, {ratio['median']:.2f} times as fast as {base}{least}."
     else:
-        yield f"no method is faster than {base}; the best is {row['method']}, {ratio['median']:.2f} times{least}."
-    if beats_its_floor(row):
+        yield f"no method is faster than {base}; the best is {best['method']}, {ratio['median']:.2f} times{least}."
+    if beats_its_floor(best):
         yield "That is faster than its floor, so it is noise: repeat with more rounds."
     elif rounds == 1:
         yield "One round tells little: repeat with more rounds."
+    speeds = {}
+    for row in ours:
+        compiled = base + COMPILED * row["method"].endswith(COMPILED)
+        speeds[row["method"]] = row["speed"].get(compiled) or row["speed"][base]
+    if losers := [f"{name} {spread(speed)}" for name, speed in speeds.items() if speed["median"] <= 1]:
+        yield f"Does not pay: {', '.join(losers)}."
+    if unsure := [name for name, speed in speeds.items() if speed["min"] <= 1 < speed["median"]]:
+        yield f"Not faster in every round, so undecided: {', '.join(unsure)}."
+
+
+def plot(results: Results, name: str = "") -> Any:
+    """Draw time over tokens for a layer, what a script draws of its own kind, otherwise bars of the speed."""
+    need("a plot", "matplotlib")
+    kind, rows, settings = results["kind"], results["rows"], results["settings"]
+    if kind in OTHERS:
+        figure = OTHERS[kind][1](results)
+    else:
+        figure = growth_figure(rows) if kind == "layer" else _speed_figure(results)
+    if not figure.get_suptitle():
+        what = name or settings.get("model") or kind.replace("_", " ")
+        about = filter(None, [what, settings.get("dtype"), results["machine"]["device"]])
+        figure.suptitle(", ".join(about), fontsize=10)
+    return figure
+
+
+def save(results: Results, path: Path, name: str = "") -> list[Path]:
+    """Write a Markdown table and a plot next to the JSON file of results; return their paths.
+
+    What no plot is known for, as its script is not at hand, has none.
+    """
+    table = path.with_suffix(".md")
+    write_file(table, markdown(results).encode())
+    return [table, *draw(results, path, name)]
+
+
+def draw(results: Results, path: Path, name: str = "") -> list[Path]:
+    """Write the plot alone."""
+    rows, picture = results["rows"], path.with_suffix(".png")
+    if results["kind"] not in OTHERS and rows and "speed" not in rows[0]:
+        return []
+    with atomic_file(picture) as file:
+        plot(results, name).savefig(file, format="png", dpi=150)
+    return [picture]
+
+
+def _speed_figure(results: Results) -> Any:
+    from matplotlib.figure import Figure
+
+    rows = results["rows"]
+    panels = groups(rows)
+    columns = min(2, len(panels))
+    height = 0.8 + 0.42 * max(len(panel) for panel in panels.values())
+    figure = Figure(figsize=(6.5 * columns, height * math.ceil(len(panels) / columns) + 0.8), layout="constrained")
+    grid = figure.subplots(math.ceil(len(panels) / columns), columns, squeeze=False).flatten()
+    for axes, (name, panel) in zip(grid, panels.items(), strict=False):
+        _draw_speeds(axes, panel, name, results["bases"][0])
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    several = max(row["rounds"] for row in rows) > 1
+    caption = "Bars: median over the rounds; whiskers: least and greatest round." if several else "One round."
+    caption += "\nGrey: to compare with; blue: " + ("other kernels" if results["kind"] == "kernels" else "ours")
+    phases = ", mean over a run; orange: one call in its own phase, the fastest of several" * any(map(own_part, rows))
+    figure.supxlabel(f"{caption}{phases}.", fontsize=8)
+    return figure
+
+
+def _draw_speeds(axes: Any, rows: Sequence[Row], name: str, base: str) -> None:
+    """Draw a bar for each method's run, and a thinner one for its own phase where the run has several."""
+    greatest = 1.0
+    for place, row in enumerate(rows):
+        part, peer = own_part(row), row["method"] == base or is_reference(row["method"])
+        if base not in row["speed"]:  # it did not fit into memory
+            axes.annotate(f"no {base} to compare with", (0, place), va="center", fontsize=8)
+            continue
+        bars = [(row["speed"][base], place - 0.15 * (part is not None), 0.5, "0.75" if peer else "tab:blue")]
+        bars += [] if part is None else [(part["speed"][base], place + 0.25, 0.25, "tab:orange")]
+        for speed, where, width, colour in bars:
+            around = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
+            axes.barh(where, speed["median"], width, xerr=around, color=colour, error_kw={"linewidth": 1})
+            text = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
+            axes.annotate(f"{speed['median']:.2f}", (speed["max"], where), **text)
+            greatest = max(greatest, speed["max"])
+    axes.axvline(1, color="0.4", linewidth=0.8, zorder=0)
+    axes.set(title=name, xlabel=f"times as fast as {base}", xlim=(0, 1.18 * greatest))
+    axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
+    axes.invert_yaxis()
+
+
+def growth_figure(rows: Sequence[Row]) -> Any:
+    """Draw time over tokens, a panel for each part, with one colour and one legend for the methods of all parts.
+
+    A line is the median over the block orders, a band their span. Dashed lines grow as the tokens, below what was
+    measured, and as their square, above it.
+    """
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys(row["part"] for row in rows))
+    figure = Figure(figsize=(5.2 * len(panels) + 1.8, 4.8), layout="constrained")
+    drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    kinds = list(dict.fromkeys(row["method"].split(",")[0] for row in rows))
+    lines: dict[str, Any] = {}
+    for axes, part in zip(drawn, panels, strict=True):
+        own = [row for row in rows if row["part"] == part]
+        sizes = sorted({row["tokens"] for row in own})
+        first = [row["seconds"] * 1e3 for row in own if row["tokens"] == sizes[0]]
+        for slope, start in ((1, 0.8 * min(first)), (2, 1.25 * max(first))):
+            guide = [start * (size / sizes[0]) ** slope for size in sizes]
+            axes.plot(sizes, guide, linestyle="--", color="0.6", linewidth=0.8, zorder=0)
+        for index, kind in enumerate(kinds):
+            times: dict[int, list[float]] = {}
+            for row in own:
+                if row["method"].split(",")[0] == kind:
+                    times.setdefault(row["tokens"], []).append(row["seconds"] * 1e3)
+            if times:
+                low, middle, high = ([pick(each) for each in times.values()] for pick in (min, statistics.median, max))
+                style = line_style(index)
+                axes.fill_between(list(times), low, high, color=style["color"], alpha=0.25, linewidth=0)
+                lines[kind] = axes.plot(list(times), middle, **style)[0]
+        axes.set(xscale="log", yscale="log", xlabel="tokens", title=part)
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    drawn[0].set_ylabel("milliseconds")
+    figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=8)
+    figure.supxlabel("Bands: all block orders. Dashed: proportional to the tokens, and to their square.", fontsize=8)
+    return figure
+
+
+def line_style(index: int) -> dict[str, Any]:
+    from matplotlib import colormaps
+
+    colour = colormaps["tab20"](2 * index % 20 + index // 10 % 2)
+    return {"color": colour, "marker": "osv^Dx"[index % 6], "markersize": 4}
 
 
 def write_report(path: Path) -> list[Path]:
-    """Write tables and plots of a file of results into its folder; return all files."""
+    """Write tables and plots of a file of results next to it, of a suite's parts into a folder; return all files."""
     data = read_results(path)
     if data is None:
         raise ElfattError(f"{path} does not exist; give a file of `elfatt-sd bench` or benchmarks/gpu_suite.py.")
     try:
         if "groups" in data:
-            return save(data, path)
-        table, pictures = path.with_suffix(".md"), draw_parts(data, path)
-        write_file(table, describe_suite(data, path, path.parent).encode())
-        return [path, table, *pictures]
+            return [path, *save(data, path)]
+        places = {name: part_file(path, name) for name in data["parts"]}
+        return [path, *(file for name, place in places.items() for file in save(data["parts"][name], place, name))]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise _no_results(path, error) from error
+        raise no_results(path, error) from error
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
@@ -131,110 +376,9 @@ def read_results(path: Path) -> dict[str, Any] | None:
     return read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it again")
 
 
-def draw_parts(suite: Results, path: Path) -> list[Path]:
-    """Draw each part of a suite into a folder of the suite's name; return the plots."""
-    pictures = []
-    for name, part in suite.get("parts", {}).items():
-        pictures.append(_part_picture(path, name))
-        with atomic_file(pictures[-1]) as file:
-            plot(part, name).savefig(file, format="png", dpi=150)
-    return pictures
-
-
-def describe_file(path: Path, start: Path) -> str:
-    """Return tables, plots and origin of a file of results, as Markdown for a page in the folder `start`."""
-    data = read_results(path) or {}
-    try:
-        if "parts" in data:
-            return describe_suite(data, path, start)
-        return describe_part("", data, path, start)
-    except (ValueError, KeyError, TypeError) as error:
-        raise _no_results(path, error) from error
-
-
-def _no_results(path: Path, error: Exception) -> ElfattError:
+def no_results(path: Path, error: Exception) -> ElfattError:
     return ElfattError(f"{path} holds no results of a benchmark ({type(error).__name__}: {error}).")
 
 
-def describe_suite(suite: Results, path: Path, start: Path) -> str:
-    said = [describe_part(name, results, path, start) for name, results in suite["parts"].items()]
-    return "\n".join([*said, _concluded(suite)])
-
-
-def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
-    lines = [f"### {name}", ""] if name else []
-    lines += [markdown(results)]
-    lines += picture_line(results, _part_picture(path, name) if name else path.with_suffix(".png"), start)
-    return "\n".join([*lines, origin(results), ""])
-
-
-def _concluded(suite: Results) -> str:
-    lines: list[str] = []
-    if goals := suite.get("goals"):
-        lines += ["### Goals", "", "| part | method | what | measured | at least | rounds | |", "|---" * 7 + "|"]
-        for goal in goals:
-            met = verdict(goal["gain"] >= goal["goal"], goal["rounds"])
-            figures = f"{goal['gain']:.2f} | {goal['goal']} | {goal['rounds']}"
-            lines.append(f"| {goal['part']} | {goal['method']} | {goal['what']} | {figures} | {met} |")
-        lines.append("")
-    if peaks := suite.get("peaks"):
-        lines += ["### Greatest peak of our methods", "", "| part | method | fraction of the untouched call's |"]
-        lines += ["|---|---|---|"]
-        lines += [f"| {part} | {peak['method']} | {peak['share']:.3f} |" for part, peak in peaks.items()]
-        lines.append("")
-    if slopes := suite.get("memory_slope"):
-        methods = list(dict.fromkeys(method for known in slopes.values() for method in known))
-        lines += ["### GB for +1 image", "", f"| method | {' | '.join(slopes)} |", "|---" * (len(slopes) + 1) + "|"]
-        for method in methods:
-            cells = [f"{known[method]:.3f}" if method in known else "" for known in slopes.values()]
-            lines.append(f"| {method} | {' | '.join(cells)} |")
-        lines.append("")
-    for heading, key in (("Not measured", "errors"), ("Packages that were not there", "missing")):
-        if found := suite.get(key):
-            listed = (f"- {name}: {' '.join(why.split())}" for name, why in found.items())
-            lines += [f"### {heading}", "", *listed, ""]
-    return "\n".join(lines)
-
-
-def verdict(met: bool, rounds: int = FEW_REPEATS) -> str:
-    return few_rounds(rounds) or ("met" if met else "**missed**")
-
-
-def few_rounds(rounds: int) -> str:
-    return f"only {rounds} round{'s' * (rounds > 1)}" if rounds < FEW_REPEATS else ""
-
-
-def picture_line(results: Results, path: Path, start: Path) -> list[str]:
-    return [f"![{results['kind']}]({link(path, start)})", ""] if path.exists() else []
-
-
-def _part_picture(path: Path, name: str) -> Path:
-    return place_of(path.with_suffix(""), name.replace(" ", "-"), ".png")
-
-
-def origin(results: Results) -> str:
-    """Say in a sentence or two where figures come from."""
-    machine = results["machine"]
-    packages = machine["packages"]
-    threads = f"{machine['cpu_threads']} thread{'s' * (machine['cpu_threads'] != 1)}"
-    versions = [f"{name} {packages[name]}" for name in ("torch", "diffusers")]
-    memory = "freed memory kept" if machine.get("keeps_freed_memory") else ""
-    said = ", ".join(filter(None, [machine["device"], threads, *versions, _precision(results), memory]))
-    rounds = [row["rounds"] for row in results["rows"] if "rounds" in row]
-    if rounds:
-        span = str(max(rounds)) if len({*rounds}) == 1 else f"{min(rounds)} to {max(rounds)}"
-        several = f"medians of {span} interleaved rounds, in brackets the least and greatest ratio"
-        said += "; one round" if max(rounds) == 1 else f"; {several}"
-    sittings = [sitting for group in results["groups"] for sitting in group["sittings"]]
-    shares = [sitting["bystanders"] for sitting in sittings if sitting["bystanders"] is not None]
-    if shares:
-        said += f"; other processes took at most {max(shares):.0%} of the processors' time"
-    commit = short_commit(machine.get("commit"))
-    made = f"Made by `{results['command']}`" if results.get("command") else "Made"
-    return f"{said}. {made}" + (f" at commit {commit}." if commit else ".")
-
-
-def _precision(results: Results) -> str:
-    of_rows = ", ".join(dict.fromkeys(row["dtype"] for row in results["rows"] if "dtype" in row))
-    always = "float32" if results["kind"] in ("host", "orders") else ""
-    return str(results["settings"].get("dtype") or of_rows or always)
+def part_file(path: Path, name: str) -> Path:
+    return place_of(path.with_suffix(""), name.replace(" ", "-"), ".json")

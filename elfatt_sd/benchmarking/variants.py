@@ -1,4 +1,4 @@
-"""What a benchmark times: methods with their settings, the variants that their runs are made of, and sizes."""
+"""What a benchmark times: methods by name and with settings, the variants that their runs are made of, and sizes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd import errors as checks
-from elfatt_sd.benchmarking.names import (
-    ALONE,
-    AUTOTUNED,
-    COMPILED,
-    EXACT_THROUGH,
-    FLOOR,
-    MERGING,
-    PEER,
-    UNPATCHED,
-    VARIATIONS,
-    differs_by_step,
-    is_peer,
-)
-from elfatt_sd.config import METHODS, PatchConfig, method_named, method_names, warn_without_effect
+from elfatt_sd.config import METHODS, Method, PatchConfig, method_named, method_names, warn_without_effect
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import (
     SelfAttention,
@@ -43,20 +30,57 @@ from elfatt_sd.families import (
 )
 from elfatt_sd.families.joint import with_attention
 from elfatt_sd.families.unet import UNet
-from elfatt_sd.methods import attention_named
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.peers import PEERS, check_settings, running
-from elfatt_sd.phases import EXACT, Backend
+from elfatt_sd.phases import EXACT, Backend, Phase
 from elfatt_sd.plans import describe
 from elfatt_sd.runtime.call import Call
 from elfatt_sd.runtime.joint_processor import joint_processor_for
 from elfatt_sd.runtime.layer import STATE, PatchedLayer, fits, fitted
 
+UNPATCHED, PEER, FLOOR, EXACT_THROUGH = "untouched", "tomesd", "floor", "exact, "
+COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  # at the end of a name
+MERGING: Method = "tome"  # the preset that does what the package tomesd does
+# Attentions that no preset has as they are, after exact early steps.
+ALONE: dict[str, PatchConfig] = {
+    name: PatchConfig(name, (Phase(0.2), phase))
+    for name, phase in {
+        "spread": Phase(1.0, "block", block_order="spread"),
+        "cell_spread": Phase(1.0, "cell_spread", block_order="spread"),
+        "sampled": Phase(1.0, "sampled"),
+    }.items()
+}
+VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("tome", {"reuse_layers": True}),
+    ("tome", {"reuse_steps": 2}),
+    ("elfatt", {"ratio": 0}),
+    ("elfatt-fast", {"levels": 1}),
+    ("elfatt-fast", {"residual_steps": 8}),
+    ("spread", {"block_size": 128, "levels": 1}),
+    ("spread", {"block_size": 512, "levels": 2}),
+)
 ALL_LEVELS = 100
 STEPS = 50  # of the run that the phases of a method are added up to
 SAVED = ".json"  # the end of a saved configuration's name
 Size = int | str  # of an image in pixels: the side of a square, or `WIDTHxHEIGHT`
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
+
+
+def plain_name(name: str) -> str:
+    return name.removesuffix(COMPILED).removesuffix(AUTOTUNED).removesuffix(KEPT)
+
+
+def is_reference(name: str) -> bool:
+    plain = plain_name(name)
+    return plain == UNPATCHED or is_peer(plain) or plain.startswith((FLOOR, EXACT_THROUGH))
+
+
+def is_peer(name: str) -> bool:
+    return name.partition(":")[0] in PEERS
+
+
+def differs_by_step(name: str) -> bool:
+    return is_peer(name) and name.partition(":")[0] != PEER
 
 
 def patched_layers(unet: nn.Module) -> list[PatchedLayer]:
@@ -72,21 +96,6 @@ def repeat_step(unet: nn.Module) -> None:
     """Let the call that now begins take over what an earlier one kept, though it is of the same step."""
     for call in _latest_calls(unet):
         call.memory.repeat_step()
-
-
-@contextmanager
-def repeated_call(unet: nn.Module) -> Iterator[None]:
-    """Let `unet.forward` be a part of the latest call: nothing is drawn and no step is looked for."""
-    patches = {id(layer.patch): layer.patch for layer in patched_layers(unet)}.values()
-    for patch in patches:
-        if patch.latest is not None:
-            patch.latest.restart()
-            patch.enter(patch.latest)
-    try:
-        yield
-    finally:
-        for patch in patches:
-            patch.end()
 
 
 def forget_residuals(unet: nn.Module) -> None:
@@ -109,16 +118,12 @@ class NoAttention:
         return torch.zeros_like(hidden_states)
 
 
-def _zeros(exact: Any, query: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.zeros_like(query)
-
-
 def leave_out(layer: SelfAttention) -> None:
     """Let a layer that is as it was made give zeros."""
     processor: Any = NoAttention()
     if layer.joint:
         original = layer.processor
-        zeros = with_attention(type(original), _zeros)
+        zeros = with_attention(type(original), lambda exact, query, *_, **__: torch.zeros_like(query))
         processor = joint_processor_for(original)
         processor.apply = lambda attn, *args, **kwargs: zeros(original, attn, *args, **kwargs)
     layer.attention.set_processor(processor)
@@ -152,8 +157,10 @@ class Variant:
             cell = {"sx": merge.stride, "sy": merge.stride, "use_rand": self.config.use_rand}
             tomesd.apply_patch(unet, ratio=merge.ratio, max_downsample=deepest, **cell)
         elif is_peer(self.kind):
+            peer, _, changes = self.kind.partition(":")
+            pairs = (change.split("=", 1) for change in changes.split(",") if change)
             on = ExitStack()
-            on.enter_context(running(target, self.kind.partition(":")[0], peer_settings(self.kind)))
+            on.enter_context(running(target, peer, {name: json.loads(value) for name, value in pairs}))
             target._elfatt_sd_peer = on  # for as long as the pipeline lives
         elif self.kind == FLOOR:
             for layer in itertools.chain(*map(self._layers, step_denoisers(target).values())):
@@ -207,18 +214,18 @@ class Lineup:
         """Add a row that is one variant; the same work is timed once."""
         self.runs[row] = Run(((self.place(row, variant), STEPS),), floor)
 
+    def place(self, name: str, variant: Variant) -> str:
+        """Add a variant, and return the name under which it, or one of the same work, is timed."""
+        known = next((known for known, other in self.variants.items() if other.same_work(variant)), name)
+        self.variants.setdefault(known, variant)
+        return known
+
     def described(self) -> dict[str, Any]:
         return {name: variant.to_dict() for name, variant in self.variants.items()}
 
     def details(self, bases: Iterable[str]) -> dict[str, Any]:
         runs = {row: dataclasses.asdict(run) for row, run in self.runs.items()}
         return {"bases": [base for base in bases if base in runs], "runs": runs}
-
-    def place(self, name: str, variant: Variant) -> str:
-        """Add a variant, and return the name under which it, or one of the same work, is timed."""
-        known = next((known for known, other in self.variants.items() if other.same_work(variant)), name)
-        self.variants.setdefault(known, variant)
-        return known
 
 
 def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any) -> list[PatchConfig]:
@@ -228,6 +235,15 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
     if methods is None:
         found += [_with(settings, varied(method, **changes), changes) for method, changes in VARIATIONS]
     return _once(found)
+
+
+def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool) -> list[PatchConfig]:
+    """Return the configurations that methods are on a denoiser, each kind of work once."""
+    denoisers, levels = {"denoiser": denoiser}, max(1, len(levels_of(find_layers(denoiser))))
+    found = [fitted(config, denoisers) for config in configs if named or fits(config, denoisers)]
+    for config in found if named else ():
+        warn_without_effect(config)
+    return _once(dataclasses.replace(config, levels=levels) if config.levels > levels else config for config in found)
 
 
 def _once(configs: Iterable[PatchConfig]) -> list[PatchConfig]:
@@ -246,9 +262,8 @@ def _with(settings: Mapping[str, Any], config: PatchConfig, own: Collection[str]
 
 
 def same_work(one: PatchConfig, other: PatchConfig) -> bool:
-    methods = (one.method, other.method)
     alike = dataclasses.replace(one, method="same") == dataclasses.replace(other, method="same")
-    peers = [method if differs_by_step(method) else is_peer(method) for method in methods]
+    peers = [name if differs_by_step(name) else is_peer(name) for name in (one.method, other.method)]
     return alike and peers[0] == peers[1]
 
 
@@ -257,13 +272,10 @@ def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
     configs = list(configs)
     check_steps_are_alike(configs)
 
-    def parts(lineup: Lineup, config: PatchConfig) -> list[tuple[str, int]]:
-        return [
-            (lineup.place(f"{config.method}/{index}", variant), count)
-            for index, (variant, count) in enumerate(single_phases(config))
-        ]
+    def cut(config: PatchConfig) -> list[tuple[str, Variant, int]]:
+        return [(f"{config.method}/{index}", *part) for index, part in enumerate(single_phases(config))]
 
-    return _line_up(configs, parts)
+    return _line_up(configs, cut)
 
 
 def check_steps_are_alike(configs: Iterable[PatchConfig]) -> None:
@@ -275,42 +287,41 @@ def check_steps_are_alike(configs: Iterable[PatchConfig]) -> None:
 
 def whole(configs: Iterable[PatchConfig]) -> Lineup:
     """Work out which pipelines to time, one for each method."""
+    return _line_up(
+        configs,
+        lambda config: [(config.method, Variant("patch", config) if config.active else UNTOUCHED, STEPS)],
+    )
 
-    def parts(lineup: Lineup, config: PatchConfig) -> list[tuple[str, int]]:
-        return [(lineup.place(config.method, Variant("patch", config) if config.active else UNTOUCHED), STEPS)]
 
-    return _line_up(configs, parts)
-
-
-def _line_up(configs: Iterable[PatchConfig], parts: Callable[[Lineup, PatchConfig], list[tuple[str, int]]]) -> Lineup:
+def _line_up(configs: Iterable[PatchConfig], cut: Callable[[PatchConfig], list[tuple[str, Variant, int]]]) -> Lineup:
     """Put untouched first, tomesd before our own token merging, and the floors last."""
     lineup = Lineup({UNPATCHED: UNTOUCHED}, {})
     lineup.add(UNPATCHED, UNTOUCHED)
     floors: dict[str, Variant] = {}
     for config in configs:
-        if differs_by_step(config.method):
-            lineup.add(config.method, Variant(config.method))
+        method = config.method
+        if differs_by_step(method):
+            lineup.add(method, Variant(method))
             continue
-        floor = floor_name(config)
-        floors.setdefault(floor, Variant(FLOOR, layers_of(config)))
-        peer = is_peer(config.method)
-        if peer or (config.method == MERGING and any(phase.merge.ratio > 0 for phase in config.all_phases)):
-            lineup.add(config.method if peer else PEER, Variant(PEER, config), floor)
-            if peer:
-                continue
-        lineup.runs[config.method] = Run(tuple(parts(lineup, config)), floor)
+        floor = FLOOR if config.levels == 1 else f"{FLOOR} of {config.levels} levels"
+        layers = PatchConfig(levels=config.levels, max_downsample=config.max_downsample)
+        if config.max_downsample is not None:
+            floor = f"{FLOOR} to 1/{config.max_downsample}"
+        if config.per_layer:
+            floor = f"{FLOOR} of {method}"
+            layers = dataclasses.replace(layers, phases=config.phases, per_layer=config.per_layer)
+        floors.setdefault(floor, Variant(FLOOR, layers))
+        if is_peer(method):
+            lineup.add(method, Variant(PEER, config), floor)
+            continue
+        if method == MERGING and any(phase.merge.ratio > 0 for phase in config.all_phases):
+            lineup.add(PEER, Variant(PEER, config), floor)
+        lineup.runs[method] = Run(
+            tuple((lineup.place(name, variant), steps) for name, variant, steps in cut(config)), floor
+        )
     for name, variant in floors.items():
         lineup.add(name, variant)
     return lineup
-
-
-def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool) -> list[PatchConfig]:
-    """Return the configurations that methods are on a denoiser, each kind of work once."""
-    denoisers, levels = {"denoiser": denoiser}, max(1, len(levels_of(find_layers(denoiser))))
-    found = [fitted(config, denoisers) for config in configs if named or fits(config, denoisers)]
-    for config in found if named else ():
-        warn_without_effect(config)
-    return _once(dataclasses.replace(config, levels=levels) if config.levels > levels else config for config in found)
 
 
 def fitting(lineup: Lineup, denoiser: nn.Module) -> Lineup:
@@ -332,31 +343,25 @@ def with_exact(lineup: Lineup, backends: Iterable[Backend]) -> Lineup:
 
 def with_autotuned(lineup: Lineup) -> Lineup:
     """Add an autotuned twin of every patch, and of every row that has one."""
-    twins = {
-        name: dataclasses.replace(variant, autotune=True)
-        for name, variant in lineup.variants.items()
-        if variant.kind == "patch"
-    }
-    runs = {
-        row + AUTOTUNED: Run(tuple((name + AUTOTUNED * (name in twins), count) for name, count in run.parts), run.floor)
-        for row, run in lineup.runs.items()
-        if any(name in twins for name, _ in run.parts)
-    }
-    tuned = {name + AUTOTUNED: twin for name, twin in twins.items()}
-    return Lineup(lineup.variants | tuned, lineup.runs | runs)
+    chosen = [name for name, variant in lineup.variants.items() if variant.kind == "patch"]
+    twins = {name + AUTOTUNED: dataclasses.replace(lineup.variants[name], autotune=True) for name in chosen}
+    runs = {}
+    for row, run in lineup.runs.items():
+        if any(name in chosen for name, _ in run.parts):
+            tuned = tuple((name + AUTOTUNED * (name in chosen), count) for name, count in run.parts)
+            runs[row + AUTOTUNED] = Run(tuned, run.floor)
+    return Lineup(lineup.variants | twins, lineup.runs | runs)
 
 
 def with_compiled(lineup: Lineup) -> Lineup:
-    """Add a compiled twin of every variant but tomesd, and of every row that is made of them."""
-    chosen = {name: variant for name, variant in lineup.variants.items() if not is_peer(variant.kind)}
-    twins = {name + COMPILED: dataclasses.replace(variant, compiled=True) for name, variant in chosen.items()}
-    runs = {
-        row + COMPILED: Run(
-            tuple((name + COMPILED, count) for name, count in run.parts), run.floor and run.floor + COMPILED
-        )
-        for row, run in lineup.runs.items()
-        if all(name in chosen for name, _ in run.parts)
-    }
+    """Add a compiled twin of every variant but the peers, and of every row that is made of them."""
+    chosen = [name for name, variant in lineup.variants.items() if not is_peer(variant.kind)]
+    twins = {name + COMPILED: dataclasses.replace(lineup.variants[name], compiled=True) for name in chosen}
+    runs = {}
+    for row, run in lineup.runs.items():
+        if all(name in chosen for name, _ in run.parts):
+            compiled = tuple((name + COMPILED, count) for name, count in run.parts)
+            runs[row + COMPILED] = Run(compiled, run.floor and run.floor + COMPILED)
     return Lineup(lineup.variants | twins, lineup.runs | runs)
 
 
@@ -385,50 +390,6 @@ def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
     return list(counts.items())
 
 
-def layers_of(config: PatchConfig) -> PatchConfig:
-    layers = PatchConfig(levels=config.levels, max_downsample=config.max_downsample)
-    if not config.per_layer:
-        return layers
-    return dataclasses.replace(layers, phases=config.phases, per_layer=config.per_layer)
-
-
-def floor_name(config: PatchConfig) -> str:
-    if config.per_layer:
-        return f"{FLOOR} of {config.method}"
-    if config.max_downsample is not None:
-        return f"{FLOOR} to 1/{config.max_downsample}"
-    return FLOOR if config.levels == 1 else f"{FLOOR} of {config.levels} levels"
-
-
-def check_method(name: str) -> None:
-    """Check the name of a method to time."""
-    if name.endswith(SAVED):
-        PatchConfig.load(name)
-    elif ":" in name:
-        attention_named(name)
-    else:
-        checks.choice("method", name, [*method_names(), *PEERS, *ALONE])
-
-
-def varied(method: str, **settings: Any) -> PatchConfig:
-    """Return a method with other settings, and these in its name: `elfatt-fast:levels=2`."""
-    if method == PEER and (unknown := sorted(settings.keys() - {*PEER_SETTINGS})):
-        raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
-    changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
-    config = named(method)
-    if method in PEERS and method != PEER:
-        check_settings(method, settings)
-    else:
-        config = config.with_settings(**settings)
-    return config.renamed(f"{config.method}:{changes}" if changes else config.method)
-
-
-def peer_settings(method: str) -> dict[str, Any]:
-    changes = method.partition(":")[2]
-    pairs = (change.split("=", 1) for change in changes.split(",") if change)
-    return {name: json.loads(value) for name, value in pairs}
-
-
 def named(method: str) -> PatchConfig:
     """Return a preset, a peer, an attention after exact early steps, or a saved configuration."""
     if method == PEER:
@@ -439,8 +400,22 @@ def named(method: str) -> PatchConfig:
         return ALONE[method]
     if method.endswith(SAVED):
         return dataclasses.replace(PatchConfig.load(method), method=Path(method).stem)
-    check_method(method)
+    if ":" not in method:  # which `package.module:Class` has
+        checks.choice("method", method, [*method_names(), *PEERS, *ALONE])
     return method_named(method)
+
+
+def varied(method: str, **settings: Any) -> PatchConfig:
+    """Return a method with other settings, and these in its name: `elfatt-fast:levels=2`."""
+    if method == PEER and (unknown := sorted(settings.keys() - {*PEER_SETTINGS})):
+        raise ElfattError(f"setting {unknown[0]!r} of {PEER} is not known; accepted: {', '.join(PEER_SETTINGS)}.")
+    changes = ",".join(f"{name}={json.dumps(value)}" for name, value in settings.items())
+    config = named(method)
+    if differs_by_step(method):
+        check_settings(method, settings)
+    else:
+        config = config.with_settings(**settings)
+    return config.renamed(f"{config.method}:{changes}" if changes else config.method)
 
 
 def read_size(text: str) -> Size:
@@ -455,10 +430,6 @@ def read_size(text: str) -> Size:
 def height_and_width(size: Size) -> tuple[int, int]:
     width, _, height = str(size).partition("x")
     return int(height or width), int(width)
-
-
-def as_size(height: int, width: int) -> Size:
-    return width if height == width else f"{width}x{height}"
 
 
 def grid_side(tokens: int) -> int:

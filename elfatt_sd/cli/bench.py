@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,6 @@ from elfatt_sd.progress import progress_of
 
 if TYPE_CHECKING:
     from elfatt_sd.benchmarking.record import Session
-    from elfatt_sd.benchmarking.variants import Size
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -71,11 +69,7 @@ SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
 
 
 def build_session(out: Path | None, name: str | None, as_markdown: bool | None) -> Callable[[], Session]:
-    """Check the folder, and return what makes the place where results go, which needs PyTorch.
-
-    Raises:
-        ElfattError: the folder cannot be written, or the name is not a file name.
-    """
+    """Check the folder, and return what makes the place where results go, which needs PyTorch."""
     if name is not None and (out is None or Path(name).name != name):
         raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
     if out is not None:
@@ -92,6 +86,7 @@ def build_session(out: Path | None, name: str | None, as_markdown: bool | None) 
 takes_session = adds_options("session", SESSION_OPTIONS, build_session)
 
 
+# Commands hand their options on as they are, by `locals()`: they have the names of the benchmarks' own.
 @app.command()
 @takes_session
 def layer(
@@ -106,8 +101,7 @@ def layer(
     dtype: Dtype = "auto",
 ) -> None:
     """One self-attention layer of SD 1.5's finest level, attention alone and with its projections."""
-    options = {"batch": batch, "repeats": repeats, "block_size": block_size, "max_seconds": max_seconds}
-    _run("layer", session, tokens=tokens, memory=memory, device=device, dtype=dtype, **options)
+    _run("layer", **locals())
 
 
 @app.command()
@@ -130,16 +124,13 @@ def denoiser(
     variant: Variant = None,
 ) -> None:
     """One call of a UNet or transformer in every phase of every method, added up over a run."""
-    chosen = _check(model, variant, device, dtype, sizes)
+    options = locals()
     if memory_batch and not memory:
         raise ElfattError("--memory-batch is not accepted with --no-memory; leave one of them out.")
     if compile and autotune:
         raise ElfattError("--autotune is not accepted with --compile; compiled layers cannot be measured.")
     checks.whole("memory_batch", min(memory_batch or [1]), 1)
-    options = {"batch": batch, "repeats": repeats, "seconds": seconds, **_given(ratio=ratio, variant=variant)}
-    options |= {"model": model, "sizes": chosen, "methods": methods, "memory": memory_batch if memory else []}
-    options |= {"compile": compile, "autotune": autotune}
-    _run("unet", session, device=device, dtype=dtype, **options)
+    _run("unet", **options | {"memory": options.pop("memory_batch") if memory else []})
 
 
 app.command("unet", hidden=True)(denoiser)  # its name before transformers had a place
@@ -162,13 +153,7 @@ def pipeline(
     variant: Variant = None,
 ) -> None:
     """A whole pipeline with guidance, from prompt to image."""
-    from elfatt_sd.cli.options import check_steps
-
-    check_steps(model, steps)
-    chosen = _check(model, variant, device, dtype, sizes)
-    options = {"batch": batch, "repeats": repeats, "steps": steps, "memory": memory}
-    options |= _given(ratio=ratio, variant=variant)
-    _run("pipeline", session, model=model, sizes=chosen, methods=methods, device=device, dtype=dtype, **options)
+    _run("pipeline", **locals())
 
 
 @app.command()
@@ -184,75 +169,70 @@ def report(
             print(made)
 
 
-def _given(**settings: Any) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value is not None}
-
-
-def _check(model: str, variant: str | None, device: str, dtype: str, sizes: Sequence[str]) -> list[Size]:
-    """Check what can be checked before anything is loaded, and return the sizes of images."""
-    from elfatt_sd.benchmarking.variants import height_and_width, read_size
-    from elfatt_sd.cli.options import check_sizes
-    from elfatt_sd.loading import check_model, check_names, pick_device
-
-    chosen = [*map(read_size, sizes)]
-    check_names(device, dtype)
-    pick_device(device)
-    if model not in SHAPE_NAMES:
-        check_model(model, variant=variant)
-    elif variant is not None:
-        raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
-    check_sizes(model, map(height_and_width, chosen))
-    return chosen
-
-
-def _run(name: str, make_session: Callable[[], Session], **options: Any) -> None:
-    """Run a benchmark, and show what it has, also when it is stopped."""
+def _run(name: str, session: Callable[[], Session], **options: Any) -> None:
+    """Check the options of a benchmark, run it, and show what it has, also when it is stopped."""
+    options = {option: value for option, value in options.items() if value is not None}
     need("elfatt-sd bench", "matplotlib", "tomesd")
     for option in ("batch", "repeats", "steps"):
         checks.whole(option, options.get(option, 1), 1)
     for option in ("seconds", "max_seconds"):
         if not options.get(option, 1.0) > 0:
             raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")
+    from elfatt_sd import benchmarking
     from elfatt_sd.config import PatchConfig
     from elfatt_sd.loading import check_names, pick_device
 
     check_names(options["device"], options["dtype"])
     pick_device(options["device"])
-    if options.get("ratio") is not None:
+    if "model" in options:
+        _check_model(options)
+    if "ratio" in options:
         PatchConfig.preset("tome", ratio=options["ratio"])  # checks it
     if "block_size" in options:
         PatchConfig.preset("elfatt", block_size=options["block_size"])
-    if options.get("methods") is not None:
+    if "methods" in options:
         options["methods"] = [read_method(text) for text in options["methods"]]
-    session = make_session()
-    bench: Callable[..., Any] = getattr(importlib.import_module(f"elfatt_sd.benchmarking.{name}"), name)
+    made = session()
     quiet_libraries()
     try:
-        with progress_of("calls") as session.progress:
-            bench(session=session, **options)
+        with progress_of("calls") as made.progress:
+            getattr(benchmarking, name)(session=made, **options)
     finally:
-        _show(session)
-    if session.results is not None and not session.results["rows"]:  # nothing fitted into memory, as is told
+        _show(made)
+    if made.results is not None and not made.results["rows"]:  # nothing fitted into memory, as is told
         raise typer.Exit(FAILURE)
+
+
+def _check_model(options: dict[str, Any]) -> None:
+    """Check what can be checked before a model is loaded, and read the sizes of images."""
+    from elfatt_sd.benchmarking.variants import height_and_width, read_size
+    from elfatt_sd.cli.options import check_sizes, check_steps
+    from elfatt_sd.loading import check_model
+
+    model, variant = options["model"], options.get("variant")
+    check_steps(model, options.get("steps"))
+    options["sizes"] = [*map(read_size, options["sizes"])]
+    if model not in SHAPE_NAMES:
+        check_model(model, variant=variant)
+    elif variant is not None:
+        raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
+    check_sizes(model, map(height_and_width, options["sizes"]))
 
 
 def read_method(text: str) -> Any:
     """Return what `--method` names, with the settings that follow its name."""
-    from elfatt_sd.benchmarking.variants import check_method, varied
+    from elfatt_sd.benchmarking.variants import named, varied
 
     method, _, settings = text.rpartition(":")
     if "=" not in settings:  # a name alone, or package.module:Class
-        check_method(text)
+        named(text)  # checks it
         return text
-    check_method(method)
     return varied(method, **dict(map(name_and_value, settings.split(","))))
 
 
 def _show(session: Session) -> None:
     """Print the rows that there are and what they say, and write them as JSON, a table and a plot."""
-    from elfatt_sd.benchmarking.plots import save
-    from elfatt_sd.benchmarking.report import show
-    from elfatt_sd.benchmarking.tables import markdown
+    from elfatt_sd.benchmarking.report import markdown, save, show
     from elfatt_sd.files import write_json
 
     if session.results is None:
@@ -264,4 +244,4 @@ def _show(session: Session) -> None:
     path = session.path(session.results["kind"])
     if path is not None and session.results["rows"]:
         write_json(path, session.results)
-        print("\n".join(map(str, save(session.results, path))))
+        print("\n".join(map(str, [path, *save(session.results, path)])))

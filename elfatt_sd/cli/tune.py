@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elfatt_sd import errors as checks
 from elfatt_sd.cli.console import adds_options, complain, optional
 from elfatt_sd.cli.names import METRICS
 from elfatt_sd.cli.options import DRAWING_OPTIONS, MODELS, Json, Source, takes_source
@@ -54,15 +53,13 @@ def tune(
     from elfatt_sd.drawing.running import warn_if_too_large
     from elfatt_sd.drawing.studio import check_run, read_prompts
     from elfatt_sd.tuning import tune as tune_pipeline
-    from elfatt_sd.tuning.budget import Budget, check_closeness, check_images
+    from elfatt_sd.tuning.budget import Budget, check_wanted
 
-    Budget(closeness, speed, memory)
-    checks.choice("metric", asked["metric"], METRICS)
-    check_closeness(asked["metric"], closeness)
+    budget = Budget(closeness, speed, memory)
     size, steps, guidance = (asked["height"], asked["width"]), asked["steps"], asked["guidance"]
     check_run(steps, guidance, asked["seed"], *size)
     lines = None if prompts is None else read_prompts(prompts)
-    check_images(lines, asked["images"], asked["frames"])
+    check_wanted(budget, asked["metric"], lines, asked["images"], asked["frames"])
     if save is not None:
         if save.is_dir():
             raise ElfattError(f"save={str(save)!r} is a folder; give the name of a file.")

@@ -15,6 +15,8 @@ from elfatt_sd.errors import ElfattError
 
 if TYPE_CHECKING:
     from elfatt_sd.tuning.budget import Compare, Metric
+    from elfatt_sd.tuning.runs import Runs
+    from elfatt_sd.tuning.search import Search
     from elfatt_sd.tuning.tuned import Tuned
 
 SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
@@ -86,7 +88,7 @@ def tune(
     from elfatt_sd.drawing.studio import check_run
     from elfatt_sd.families import main_denoiser
     from elfatt_sd.patch import patches_of, remove_patch, restored
-    from elfatt_sd.tuning.budget import Budget, check_closeness, check_images, measure_named
+    from elfatt_sd.tuning.budget import Budget, check_wanted, measure_named
     from elfatt_sd.tuning.runs import Runs, Sample, Settings, Store
     from elfatt_sd.tuning.search import Search
 
@@ -95,8 +97,7 @@ def tune(
         raise ElfattError(f"a {type(pipe).__name__} cannot be tuned; give a pipeline that is called with a prompt.")
     budget = Budget(closeness, speed, memory)
     check_run(steps, guidance, seed, height, width)
-    check_images(prompts, images, frames)
-    check_closeness(metric, closeness)
+    check_wanted(budget, metric, prompts, images, frames)
     measure = measure_named(metric, weights, str(getattr(pipe, "device", "cpu")))
     own_steps, own_guidance, own_prompts = _own(pipe)
     words = own_prompts if prompts is None else prompts
@@ -121,11 +122,21 @@ def tune(
         runs = Runs(pipe, settings)
         record = _record(runs)
         store = Store(record | {"samples": samples, "figures": _FIGURES})
-        search = Search(runs, samples, searched, budget, measure, store, _teller(runs, progress))
-        return _tuned(search, known, record)
+
+        def say(stage: str, images: float) -> None:
+            before = runs.steps_done
+
+            def on_step(step: int, steps: int) -> None:
+                done = max(0, runs.steps_done - before)
+                if progress is not None:
+                    progress(stage, done, max(round(images * steps), done))
+
+            runs.on_step = on_step
+
+        return _tuned(Search(runs, samples, searched, budget, measure, store, say), known, record)
 
 
-def _tuned(search: Any, known: Sequence[tuple[str, PatchConfig]], record: dict[str, Any]) -> Tuned:
+def _tuned(search: Search, known: Sequence[tuple[str, PatchConfig]], record: dict[str, Any]) -> Tuned:
     """Search, and prove what was found."""
     from elfatt_sd.tuning.search import Proving
     from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
@@ -143,37 +154,22 @@ def _tuned(search: Any, known: Sequence[tuple[str, PatchConfig]], record: dict[s
     proving = Proving(search)
     proof = proving.prove(choice)
     proving.check(proof)
-    seconds = search.seconds
     return Tuned(
-        UNTOUCHED if proof is None else proof.point.config,
-        search.budget,
-        search.measure,
-        proof,
-        tuple(search.points),
-        tuple(search.curve),
-        seconds,
-        search.realised,
-        search.floor,
-        (time.monotonic() - start) / seconds,
-        record,
+        config=UNTOUCHED if proof is None else proof.point.config,
+        budget=search.budget,
+        measure=search.measure,
+        proof=proof,
+        points=tuple(search.points),
+        curve=tuple(search.curve),
+        untouched_seconds=search.seconds,
+        floor=search.floor,
+        images=(time.monotonic() - start) / search.seconds,
+        record=record,
     )
 
 
-def _teller(runs: Any, progress: Tell | None) -> Callable[[str, float], None]:
-    def say(stage: str, images: float) -> None:
-        before = runs.steps_done
-
-        def on_step(step: int, steps: int) -> None:
-            done = max(0, runs.steps_done - before)
-            if progress is not None:
-                progress(stage, done, max(round(images * steps), done))
-
-        runs.on_step = on_step
-
-    return say
-
-
 def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
+    """Return the steps, the guidance scale and the prompts of a model, where nobody gives others."""
     from elfatt_sd.drawing.running import own_settings
     from elfatt_sd.toy import EMBEDDED
     from elfatt_sd.toy.renderer import caption, sample_scenes
@@ -187,7 +183,8 @@ def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
     return (*own_settings(pipe, ""), prompts[:: len(prompts) // 16])
 
 
-def _record(runs: Any) -> dict[str, Any]:
+def _record(runs: Runs) -> dict[str, Any]:
+    """Return what the figures are of: model, settings, machine and versions."""
     import dataclasses
 
     import torch

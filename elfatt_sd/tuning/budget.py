@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from elfatt_sd import errors as checks
@@ -34,12 +35,10 @@ class Budget:
     def __post_init__(self) -> None:
         if self.closeness is None and self.speed is None:
             raise ElfattError("there is no budget; give closeness (35 dB PSNR, for instance), or speed (1.5), or both.")
-        if self.closeness is not None:
-            checks.real("closeness", self.closeness, -math.inf, math.inf)
-        if self.speed is not None:
-            checks.real("speed", self.speed, 1.0, 100.0)
-        if self.memory is not None:
-            checks.real("memory", self.memory, 0.0, 10**6)
+        limits = {"closeness": (-math.inf, math.inf), "speed": (1.0, 100.0), "memory": (0.0, 10**6)}
+        for name, (least, most) in limits.items():
+            if (value := getattr(self, name)) is not None:
+                checks.real(name, value, least, most)
 
     def words(self, measure: Measure) -> str:
         """Return it for people."""
@@ -53,22 +52,21 @@ class Budget:
         return ", ".join(parts)
 
 
-def check_closeness(metric: Metric | Compare, closeness: float | None) -> None:
-    """Check that two images can be as close as asked."""
-    if closeness is None or callable(metric):
-        return
-    least, most = _RANGES.get(metric, (0.0, math.inf))
-    if not least <= closeness <= most:
-        span = f"{least:g} at least" if closeness < least else f"{most:g} at most"
-        near = " (in dB; 8-bit images that are not identical end near 60 to 90)" * (metric == "psnr")
-        raise ElfattError(f"closeness={closeness:g} is not accepted; metric={metric!r} gives {span}{near}.")
-
-
-def check_images(prompts: Sequence[str] | None, images: int, frames: int | None) -> None:
-    """Check what the images of tuning are; None is the model's own."""
+def check_wanted(
+    budget: Budget, metric: Metric | Compare, prompts: Sequence[str] | None, images: int, frames: int | None
+) -> None:
+    """Check that two images can be as close as wanted, and what the images of tuning are; None is the model's own."""
+    closeness = budget.closeness
+    if not callable(metric):
+        checks.choice("metric", metric, METRICS)
+        least, most = _RANGES.get(metric, (0.0, math.inf))
+        if closeness is not None and not least <= closeness <= most:
+            span = f"{least:g} at least" if closeness < least else f"{most:g} at most"
+            near = " (in dB; 8-bit images that are not identical end near 60 to 90)" * (metric == "psnr")
+            raise ElfattError(f"closeness={closeness:g} is not accepted; metric={metric!r} gives {span}{near}.")
     words = () if isinstance(prompts, str) else (prompts or ())
-    whole = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
-    if prompts is not None and (not whole or len(set(words)) < 2):
+    written = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
+    if prompts is not None and (not written or len(set(words)) < 2):
         raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
     checks.whole("images", images, 2)
     if frames is not None:
@@ -91,7 +89,6 @@ class Measure:
         return {"SSIM": 1.0}.get(self.name, math.inf) if self.higher else 0.0
 
     def between(self, untouched: Image.Image, other: Image.Image) -> float:
-        """Return the number of two images."""
         try:
             value = float(self.compare(untouched, other))
         except Exception as error:
@@ -111,39 +108,31 @@ class Measure:
 
 
 def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "cpu") -> Measure:
-    """Return a measure."""
     if callable(metric):
         return Measure(getattr(metric, "__name__", "closeness"), metric)
-    checks.choice("metric", metric, METRICS)
-    if metric in DISTANCES:
-        if weights is None:
-            raise ElfattError(f"metric={metric!r} needs weights; give torchvision's file of the network as weights.")
-        return _of_network(metric, weights, device)
-    from elfatt_sd.drawing.pictures import psnr
+    if metric in DISTANCES and weights is None:
+        raise ElfattError(f"metric={metric!r} needs weights; give torchvision's file of the network as weights.")
+    if metric == "psnr":
+        from elfatt_sd.drawing.pictures import psnr
 
-    return Measure("PSNR", psnr, unit="dB", digits=1) if metric == "psnr" else Measure("SSIM", _ssim, digits=3)
+        return Measure("PSNR", psnr, unit="dB", digits=1)
+    if metric == "ssim":
+        from elfatt_sd.evaluation.score import structural_similarity
 
+        def ssim(first: Image.Image, second: Image.Image) -> float:
+            one, other = (_tensor(image).double() for image in (first, second))
+            return float(structural_similarity(one, other, 255.0))
 
-def _ssim(first: Image.Image, second: Image.Image) -> float:
-    from elfatt_sd.evaluation.score import structural_similarity
-
-    one, other = (_tensor(image).double() for image in (first, second))
-    return float(structural_similarity(one, other, 255.0))
-
-
-def _of_network(metric: str, weights: Any, device: str) -> Measure:
-    from pathlib import Path
-
+        return Measure("SSIM", ssim, digits=3)
     from elfatt_sd.evaluation.metrics.base import Batch
     from elfatt_sd.evaluation.metrics.closeness import load_dists, load_lpips
 
-    loaded = {"lpips": load_lpips, "dists": load_dists}[metric](Path(weights), device)
+    network = {"lpips": load_lpips, "dists": load_dists}[metric](Path(weights), device)
 
     def compare(first: Image.Image, second: Image.Image) -> float:
-        one, other = (_tensor(image)[None] for image in (first, second))
-        return float(loaded.measure(Batch(other, ("",), one)))
+        return float(network.measure(Batch(_tensor(second)[None], ("",), _tensor(first)[None])))
 
-    return Measure(loaded.name, compare, higher=False, digits=3)
+    return Measure(network.name, compare, higher=False, digits=3)
 
 
 def _tensor(image: Image.Image) -> Any:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -143,7 +143,10 @@ class Model:
         apart = functools.partial(own.error, stretch, base)
         if phase.residual_steps == 1 and base in own.fresh:
             return sum(map(sum, groups)) / steps
-        total = sum(_summed(squares, apart) for squares in groups)
+        total = 0.0
+        for squares in groups:
+            pairs = itertools.combinations(range(len(squares)), 2)
+            total += sum(squares) + sum(max(0.0, squares[i] + squares[j] - apart(j - i)) for i, j in pairs)
         if phase.residual_guidance and base not in own.fresh:  # groups have in common that rows differ
             for squares in groups:
                 common = (max(0.0, each - (apart(since) if since else 0.0)) for since, each in enumerate(squares))
@@ -165,16 +168,18 @@ class Model:
         return [squares[:size] for size in groups]
 
     def _effect(self, layer: str, stretch: int) -> float:
-        known = {name: self._log_effect(own, stretch) for name, own in self._figures.items()}
+        """Return what an error of a layer does to the image, damped towards the mean of all layers."""
+        place, known = self._stretches[stretch], dict[str, float]()
+        for name, own in self._figures.items():
+            means = sorted(
+                (self._stretches[number].first, statistics.fmean(each)) for number, each in own.effects.items()
+            )
+            known[name] = 0.0
+            if means and all(value > 0 for _, value in means):
+                steps, values = zip(*means, strict=True)
+                known[name] = float(np.interp((place.first + place.last) / 2, steps, np.log(values)))
         mean = statistics.fmean(known.values())
         return math.exp(mean + _DAMPED * (known[layer] - mean))
-
-    def _log_effect(self, own: LayerFigures, stretch: int) -> float:
-        known = sorted((self._stretches[number].first, statistics.fmean(each)) for number, each in own.effects.items())
-        if not known or not all(value > 0 for _, value in known):
-            return 0.0
-        place, (steps, values) = self._stretches[stretch], zip(*known, strict=True)
-        return float(np.interp((place.first + place.last) / 2, steps, np.log(values)))
 
     def seconds(self, layer: str, stretch: int, candidate: Candidate) -> float:
         """Return the mean seconds of one call of a layer; a step that measures a difference computes both."""
@@ -260,11 +265,6 @@ class Model:
             before = (_until(EXACT, first),) if first else ()
             own.append(LayerPhases(layer, (*before, _until(candidate.phase, end))))
         return PatchConfig("probe", per_layer=tuple(own))
-
-
-def _summed(squares: Sequence[float], apart: Callable[[int], float]) -> float:
-    pairs = itertools.combinations(range(len(squares)), 2)
-    return sum(squares) + sum(max(0.0, squares[i] + squares[j] - apart(j - i)) for i, j in pairs)
 
 
 def _joined(phases: Sequence[Phase], ends: Sequence[float]) -> tuple[Phase, ...]:

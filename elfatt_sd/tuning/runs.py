@@ -12,7 +12,6 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -44,10 +43,6 @@ class Playback:
         self._modules = list(step_denoisers(pipe).values())
         self._outputs: list[Any] = []
         self.ends: list[int] = []  # after each step, the number of calls so far
-
-    @property
-    def possible(self) -> bool:
-        return not any(module._compiled_call_impl for module in self._modules)
 
     def end_step(self) -> None:
         self.ends.append(len(self._outputs))
@@ -95,7 +90,7 @@ class Store:
     def __init__(self, key: Mapping[str, Any]) -> None:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:20]
         self.folder = cache_folder() / "tune" / digest
-        self._told = False
+        self._warned = False
         with self._writing():
             write_json(self.folder / "key.json", dict(key))
 
@@ -105,10 +100,10 @@ class Store:
         try:
             yield
         except OSError as error:
-            if not self._told:
+            if not self._warned:
                 text = f"{error.filename}: {error.strerror}; what tuning measures is not kept for the next run"
                 warnings.warn(f"elfatt-sd: {text}. ELFATT_SD_CACHE names another folder.", stacklevel=4)
-            self._told = True
+            self._warned = True
 
     def known(self, name: str, make: Callable[[], Any], read: Callable[[Any], Read]) -> Read:
         """Return what is kept under a name; it is made and kept if it is not there, or is damaged."""
@@ -126,8 +121,11 @@ class Store:
         folder = self.folder / "images" / name
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-            frames = tuple(_read(folder / f"{number}.png") for number in range(facts["frames"]))
-            return Drawn(frames, facts["seconds"], facts["peak"])
+            frames = []
+            for number in range(facts["frames"]):
+                with Image.open(folder / f"{number}.png") as image:
+                    frames.append(image.convert("RGB"))
+            return Drawn(tuple(frames), facts["seconds"], facts["peak"])
         made = make()
         with self._writing():
             for number, frame in enumerate(made.frames):
@@ -138,11 +136,6 @@ class Store:
 
     def clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _read(path: Path) -> Image.Image:
-    with Image.open(path) as image:
-        return image.convert("RGB")
 
 
 @torch.no_grad()
@@ -231,20 +224,36 @@ class Runs:
         return _kept(self._shot_as_is(sample))
 
     def draw_recorded(self, sample: Sample) -> Drawn:
-        """Draw one image with the pipeline as it is, and keep what the denoiser gives for `deviation`."""
+        """Draw one image with the pipeline as it is, and keep what the denoiser gives for `deviation`.
+
+        What a denoiser that was compiled in place gives cannot be kept.
+        """
+        possible = not any(module._compiled_call_impl for module in step_denoisers(self.pipe).values())
         playback = Playback(self.pipe)
-        with playback.recording() if playback.possible else contextlib.nullcontext():
+        with playback.recording() if possible else contextlib.nullcontext():
             shot = self._shot(sample, None, playback.end_step)
-        self._playbacks[sample] = playback if playback.possible else None
+        self._playbacks[sample] = playback if possible else None
         self._pixels[sample] = shot.pixels
         return _kept(shot)
 
-    def deviation(self, step: int, sample: Sample, config: PatchConfig) -> Deviation:
-        """Return how far an image goes that is drawn with a patch which is exact before a step.
+    def draw_from(self, step: int, sample: Sample, config: PatchConfig | None) -> Shot:
+        """Draw an image with a patch that is exact before a step; what is known until then is not computed.
 
-        What is known until then is not computed. An image that was not recorded is drawn once more, to record it.
+        An image that was not recorded is drawn once more, to record it. Steps that are not computed do not count.
         """
-        pixels = self._shot_from(step, sample, config).pixels
+        if sample not in self._playbacks:
+            self.draw_recorded(sample)
+        playback = self._playbacks[sample]
+        if playback is None:
+            return self._shot(sample, config)
+        self.steps_done -= step
+        eager = torch.compiler.set_stance("force_eager")  # compiling would take longer than it saves
+        with eager, playback.playing(step):
+            return self._shot(sample, config)
+
+    def deviation(self, step: int, sample: Sample, config: PatchConfig) -> Deviation:
+        """Return how far an image goes that is drawn with a patch which is exact before a step."""
+        pixels = self.draw_from(step, sample, config).pixels
         untouched = self._pixels[sample].astype(np.float64)
         errors = untouched - pixels, untouched.round() - pixels.round()
         return Deviation(*(float(np.mean(each**2)) for each in errors))
@@ -256,7 +265,7 @@ class Runs:
         """
         for sample, playback in self._playbacks.items():
             if playback is not None:
-                return self._played(playback, len(playback.ends) - 1, sample, None).seconds
+                return self.draw_from(len(playback.ends) - 1, sample, None).seconds
         return 1.0
 
     def _shot(
@@ -268,19 +277,6 @@ class Runs:
                     warnings.filterwarnings("ignore", ".* expected to be slower")  # that is what is measured here
                     apply_patch(self.pipe, config)
             return self._shot_as_is(sample, end_step)
-
-    def _shot_from(self, step: int, sample: Sample, config: PatchConfig) -> Shot:
-        if sample not in self._playbacks:
-            self.draw_recorded(sample)
-        playback = self._playbacks[sample]
-        return self._shot(sample, config) if playback is None else self._played(playback, step, sample, config)
-
-    def _played(self, playback: Playback, step: int, sample: Sample, config: PatchConfig | None) -> Shot:
-        """Draw an image of which some steps are not computed, and do not count as done."""
-        self.steps_done -= step
-        eager = torch.compiler.set_stance("force_eager")  # compiling would take longer than it saves
-        with eager, playback.playing(step):
-            return self._shot(sample, config)
 
     def _shot_as_is(self, sample: Sample, end_step: Callable[[], None] = lambda: None) -> Shot:
         """Draw one image with whatever is in the pipeline; `end_step` is called after every step of the scheduler."""

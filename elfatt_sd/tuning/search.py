@@ -73,7 +73,9 @@ class Search:
         again = self.runs.draw_recorded(first)
         drawn = self.store.drawn(first, lambda: again)
         self._again = None if drawn is again else again
-        drawn = drawn if drawn is again else self._first(again)
+        if drawn is not again and not drawn.same(again) and self.runs.draw(first).same(again):
+            self.store.clear()  # the model repeats itself, so that what is kept is of another one
+            drawn = self._draw_untouched(first)
         self.floor = closeness(self.measure, drawn, again)  # which a metric that fails does not pass
         self.untouched = [drawn, *map(self._draw_untouched, others)]
         self._seconds = [each.seconds for each in self.untouched[1:]]  # the first run warms up
@@ -85,14 +87,6 @@ class Search:
     def _draw_untouched(self, sample: Sample) -> Drawn:
         return self.store.drawn(sample, functools.partial(self.runs.draw_recorded, sample))
 
-    def _first(self, again: Drawn) -> Drawn:
-        sample = self.samples[0]
-        drawn = self._draw_untouched(sample)
-        if drawn.same(again) or not self.runs.draw(sample).same(again):  # the model does not repeat itself
-            return drawn
-        self.store.clear()
-        return self._draw_untouched(sample)
-
     @property
     def seconds(self) -> float:
         """Of an untouched image."""
@@ -103,7 +97,10 @@ class Search:
         self.stretches = stretches_of(self.calls, max(1, min(STRETCHES, self.calls // LEAST_STEPS)))
         self.say("measuring layers", 1)
         figures = self.store.known("layers", self._probe, read_figures)
-        self.floor = self._noise()
+        drawn, again = self.untouched[0], self._again
+        if again is None or not again.same(drawn):  # measuring layers may compute otherwise, where models are compiled
+            again = self.runs.draw(self.samples[0])
+        self.floor = closeness(self.measure, drawn, again)
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         probed = sum(len(stretch.probed) for stretch in self.stretches)  # steps
         self.layer_calls = {name: own.calls / probed for name, own in figures.items()}
@@ -121,12 +118,6 @@ class Search:
                 self.model.calibrate(number, image, far, phases)
         self.model.fit()
         self.curve = self.model.curve(self.layer_calls)
-
-    def _noise(self) -> float:
-        drawn, again = self.untouched[0], self._again
-        if again is None or not again.same(drawn):  # measuring layers may compute otherwise, where models are compiled
-            again = self.runs.draw(self.samples[0])
-        return closeness(self.measure, drawn, again)
 
     def _probe(self) -> Any:
         effects, scale = round(_EFFECTS * self.calls), self.runs.settings.guidance
@@ -149,9 +140,7 @@ class Search:
         choice = self._start()
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.say(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
-            tried[choice.psnr] = point = self.run(choice, self.samples, self.untouched)
-            self.points.append(point)
-            self.learn_speed(point, choice)
+            tried[choice.psnr] = self._try(choice)
             choice = self._next()
             fastest = max((rival.times for rival in self.rivals()), default=0.0)
             if self.budget.closeness is not None and fastest * WORTH >= self.times(choice):
@@ -160,20 +149,19 @@ class Search:
 
     def _start(self) -> Choice:
         asked = self.budget.closeness
-        if asked is None:
-            return self.fast(self.budget.speed or 1.0)
-        return self.at(asked if self.measure.name == "PSNR" else STARTS)
+        return self.fast_enough() if asked is None else self.at(asked if self.measure.name == "PSNR" else STARTS)
+
+    def _next(self) -> Choice:
+        asked = self.budget.closeness
+        return self.fast_enough() if asked is None else self.at(self._predicted_for(asked))
 
     def learn_speed(self, point: Point, choice: Choice) -> None:
         """Learn what part of the predicted seconds a run really saves."""
         saved = self.seconds * (1 - 1 / point.times)
         self.realised = min(1.5, max(0.2, saved / max(choice.saved, 1e-9)))
 
-    def _next(self) -> Choice:
-        asked = self.budget.closeness
-        return self.fast(self.budget.speed or 1.0) if asked is None else self.at(self._predicted_for(asked))
-
     def _predicted_for(self, asked: float) -> float:
+        """Return the predicted PSNR at which a closeness is to be expected."""
         if self.measure.name == "PSNR":
             return asked - self.offset()
         points = sorted((point.predicted, point.mean) for point in self.points if point.predicted is not None)
@@ -182,11 +170,11 @@ class Search:
             return STARTS
         if len(known) == 1:
             one, mean = known[0]
-            return one + (10 if self._too_far(mean) else -5)
+            return one + (-5 if self.measure.keeps(mean, asked) else 10)
         pairs = itertools.pairwise(known)
         (low, worse), (high, better) = min(pairs, key=lambda pair: min(abs(mean - asked) for _, mean in pair))
         if better == worse:
-            return high if self._too_far(better) else low
+            return low if self.measure.keeps(better, asked) else high
         return low + (high - low) * (asked - worse) / (better - worse)
 
     def offset(self) -> float:
@@ -194,14 +182,11 @@ class Search:
         pairs = [(off, images) for off, images in known if math.isfinite(off)]
         return sum(off * images for off, images in pairs) / (EXPECTED + sum(images for _, images in pairs))
 
-    def _too_far(self, mean: float) -> bool:
-        return self.budget.closeness is not None and not self.measure.keeps(mean, self.budget.closeness)
-
     def at(self, psnr: float) -> Choice:
         return max((choice for choice in self.curve if choice.psnr >= psnr), key=lambda choice: choice.saved)
 
-    def fast(self, speed: float) -> Choice:
-        wanted = self.seconds * (1 - 1 / (AIMED * speed)) / self.realised
+    def fast_enough(self) -> Choice:
+        wanted = self.seconds * (1 - 1 / (AIMED * (self.budget.speed or 1.0))) / self.realised
         enough = [choice for choice in self.curve if choice.saved >= wanted]
         return min(enough, key=lambda choice: choice.mse, default=self.curve[-1])
 
@@ -216,25 +201,18 @@ class Search:
     def rivals(self) -> list[Point]:
         return [point for point in self.points if point.predicted is None and self.keeps(point)]
 
-    def run(self, choice: Choice, samples: Sequence[Sample], untouched: Sequence[Drawn]) -> Point:
-        """Draw images with a choice, and compare them with the untouched ones."""
-        return self._run("tuned", self.model.config(choice), choice.psnr, samples, untouched)
-
-    def run_config(self, name: str, config: PatchConfig, count: int) -> Point:
+    def run_config(self, name: str, config: PatchConfig, count: int) -> None:
         """Draw the first images of the search with a configuration that was not chosen here, such as a preset's."""
         self.say(f"running {name}", min(count, len(self.samples)))
-        point = self._run(name, config, None, self.samples[:count], self.untouched)
-        self.points.append(point)
+        self._run(name, config, None, self.samples[:count])
+
+    def _try(self, choice: Choice) -> Point:
+        """Draw the images of the search with a choice, and learn from it."""
+        point = self._run("tuned", self.model.config(choice), choice.psnr, self.samples)
+        self.learn_speed(point, choice)
         return point
 
-    def _run(
-        self,
-        name: str,
-        config: PatchConfig,
-        predicted: float | None,
-        samples: Sequence[Sample],
-        untouched: Sequence[Drawn],
-    ) -> Point:
+    def _run(self, name: str, config: PatchConfig, predicted: float | None, samples: Sequence[Sample]) -> Point:
         paces = [self.runs.pace()]
         drawn = [self.runs.draw(sample, config) for sample in samples]
         seconds = [each.seconds for each in drawn]
@@ -242,10 +220,11 @@ class Search:
             seconds.append(self.runs.draw(samples[0], config).seconds)
         paces.append(self.runs.pace())
         slower = statistics.fmean(paces) / self._pace  # than when the untouched ones were drawn
-        pairs = zip(untouched, drawn, strict=False)
+        pairs = zip(self.untouched, drawn, strict=False)
         close = tuple(closeness(self.measure, before, after) for before, after in pairs)
         speed = tuple(slower * self.seconds / each for each in seconds)
-        return Point(name, config, predicted, close, speed, busy([self._seconds, paces, seconds]))
+        self.points.append(Point(name, config, predicted, close, speed, busy([self._seconds, paces, seconds])))
+        return self.points[-1]
 
     def check_reachable(self) -> None:
         """Refuse a speed that no choice has; where the prediction falls short of it, the fastest choice is run."""
@@ -253,9 +232,7 @@ class Search:
         if speed is None or self.seconds >= speed * (self.seconds - fastest.saved):
             return
         self.say("running the fastest choice", len(self.samples))
-        point = self.run(fastest, self.samples, self.untouched)
-        self.points.append(point)
-        self.learn_speed(point, fastest)
+        point = self._try(fastest)
         if point.times < speed:
             raise ElfattFailure(
                 f"speed={speed:g} is not reached: the fastest choice is {point.times:.2f} times as fast as untouched, "
@@ -300,12 +277,13 @@ class Proving:
         return best if best is not None and best.point.times >= WORTH else None
 
     def _rival(self, best: Proof | None) -> Point | None:
+        """Return the best configuration that is there to compare with, where it betters what is proved."""
         proved = {proof.point.name for proof in self.proofs}
-        rivals = (each for each in self.search.rivals() if each.name not in proved and each.times >= WORTH)
-        rival = best.point if best is not None else None
-        for each in rivals:
-            rival = each if rival is None or self._betters(each, rival) else rival
-        return None if best is not None and rival is best.point else rival
+        found = rival = None if best is None else best.point
+        for each in self.search.rivals():
+            if each.name not in proved and each.times >= WORTH and (rival is None or self._betters(each, rival)):
+                rival = each
+        return None if rival is found else rival
 
     def _proof(self, name: str, config: PatchConfig, predicted: float | None) -> Proof:
         """Draw the held-out images; the untouched ones interleaved with the others, all of them the first time."""
@@ -342,7 +320,7 @@ class Proving:
     def _corrected(self, choice: Choice, proof: Proof) -> Choice | None:
         self.search.learn_speed(proof.point, choice)
         if self.budget.closeness is None:
-            following = self.search.fast(self.budget.speed or 1.0)
+            following = self.search.fast_enough()
             return None if self._holds(proof) or following is choice else following
         if self.measure.name != "PSNR":
             return None if self._holds(proof) else self.search.at(choice.psnr + 3.0)

@@ -7,7 +7,6 @@ import dataclasses
 import io
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +29,7 @@ from elfatt_sd.tuning.runs import Point, Proof
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_CHOSEN, _PREDICTED, _TRIED = METHODS[1], METHODS[0], METHODS[5]
+_CHOSEN, _MAP, _TRIED = METHODS[1], METHODS[0], METHODS[5]
 _MARKERS = {"elfatt": "o", "elfatt-fast": "s", "elfatt-quality": "^"}
 _CELL = 0.46  # inches of a layer in the map
 _SIDE = 512  # pixels of an image on the page
@@ -49,7 +48,6 @@ class Tuned:
     points: tuple[Point, ...]  # what was run, of the search and of the proofs; presets too
     curve: tuple[Choice, ...]  # the choices that were predicted to be best, from untouched to the fastest
     untouched_seconds: float  # of an untouched image
-    realised: float  # fraction of the predicted seconds that runs really saved
     floor: float  # closeness of two untouched images of one seed; infinity where the model repeats itself bit for bit
     images: float  # how many untouched images could have been drawn in the time that tuning took
     record: dict[str, Any]  # model, size, steps, device and versions, as plain data
@@ -93,29 +91,42 @@ class Tuned:
 
     def lines(self) -> list[str]:
         """Return what was found in lines."""
-        asked = f"asked for: {self.budget.words(self.measure)}"
+        words, proof, asked = self.measure.words, self.proof, f"asked for: {self.budget.words(self.measure)}"
+        if proof is None:
+            why = "no choice that is as close as asked was faster in the images that were drawn"
+            if not any(choice.saved > 0 for choice in self.curve):
+                why = "no approximation is faster than exact attention in any layer, at this size on this machine"
+            lines = [f"untouched: {why}", asked]
+        else:
+            point, half, worst = proof.point, proof.interval(), proof.worst
+            mean = words(point.mean)
+            if math.isfinite(half):
+                mean += f" +- {half:.{self.measure.digits}f} (mean and 95 % interval)"
+            drawings = proof.untouched, proof.tuned
+            before, after = (max((drawn.peak or 0 for drawn in each), default=0) / 2**30 for each in drawings)
+            sample = proof.samples[worst]
+            lines = [
+                f"{point.name}: {Spread.over(point.speed).words()} times as fast, {mean}",
+                asked,
+                f"held-out images: {len(proof.samples)}, worst {words(point.closeness[worst])} "
+                f"({sample.prompt!r}, seed {sample.seed})",
+                f"peak memory: {after:.2f} GiB, untouched {before:.2f} GiB"
+                if before and after
+                else "memory: not measured",
+                f"layers: {self.config_words()}",
+            ]
+        if self.points:
+            lines.append(f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}")
+        for point in sorted(self.points, key=lambda each: each.times):
+            times = "busy" if point.busy else f"{point.times:.2f}"
+            measured = f"{times:>13} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}"
+            lines.append(f"{point.name:<16} {measured}")
+        lines += [point.busy for point in self.points if point.busy][:1]
+        if self.floor not in (math.inf, self.measure.best):
+            again = f"two untouched images of one seed have {words(self.floor)}"
+            lines.append(f"the model does not repeat itself: {again}")
         cost = f"tuning took the time of {self.images:.0f} untouched images of {self.untouched_seconds:.2f} s"
-        if self.proof is None:
-            return [f"untouched: {self.why_untouched()}", asked, *self._curve(), *self._noise(), cost]
-        point, proof = self.proof.point, self.proof
-        worst = self.measure.words(point.closeness[proof.worst])
-        return [
-            f"{point.name}: {Spread.over(point.speed).words()} times as fast, {self._mean(proof)}",
-            asked,
-            f"held-out images: {len(proof.samples)}, worst {worst} ({proof.samples[proof.worst].prompt!r}, "
-            f"seed {proof.samples[proof.worst].seed})",
-            *self._memory(),
-            f"layers: {self.config_words()}",
-            *self._curve(),
-            *self._noise(),
-            cost,
-        ]
-
-    def why_untouched(self) -> str:
-        """Say why the pipeline is best left alone."""
-        if not any(choice.saved > 0 for choice in self.curve):
-            return "no approximation is faster than exact attention in any layer, at this size on this machine"
-        return "no choice that is as close as asked was faster in the images that were drawn"
+        return [*lines, cost]
 
     def config_words(self) -> str:
         """Say how many layers have which kinds of phases; the settings of a preset are the same in all."""
@@ -125,36 +136,6 @@ class Tuned:
         if not self.config.per_layer:
             return f"all have the settings of {self.config.method} ({', '.join(kinds)})"
         return f"{len(self.config.per_layer)} have settings of their own ({', '.join(kinds)})"
-
-    def _mean(self, proof: Proof) -> str:
-        half = proof.interval()
-        mean = self.measure.words(proof.point.mean)
-        return f"{mean} +- {half:.{self.measure.digits}f} (mean and 95 % interval)" if half < float("inf") else mean
-
-    def _memory(self) -> list[str]:
-        assert self.proof is not None
-        drawings = self.proof.untouched, self.proof.tuned
-        peaks = [max((drawn.peak or 0 for drawn in each), default=0) for each in drawings]
-        if not all(peaks):
-            return ["memory: not measured"]
-        before, after = (peak / 2**30 for peak in peaks)
-        return [f"peak memory: {after:.2f} GiB, untouched {before:.2f} GiB"]
-
-    def _curve(self) -> list[str]:
-        rows = [f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}"]
-        for point in sorted(self.points, key=lambda each: each.times):
-            times = "busy" if point.busy else f"{point.times:.2f}"
-            measured = f"{times:>13} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}"
-            rows.append(f"{point.name:<16} {measured}")
-        rows += [point.busy for point in self.points if point.busy][:1]
-        return rows if self.points else []
-
-    def _noise(self) -> list[str]:
-        if self.floor == float("inf") or self.floor == self.measure.best:
-            return []
-        return [
-            f"the model does not repeat itself: two untouched images of one seed have {self.measure.words(self.floor)}"
-        ]
 
 
 def _point(point: Point) -> dict[str, Any]:
@@ -173,17 +154,24 @@ def _finite(value: float) -> float | None:
 
 
 def curve(tuned: Tuned) -> Figure:
-    """Draw closeness over speed: what was predicted, what was run, and the choice."""
+    """Draw closeness over speed: what was run, with names in the legend as points may lie close, and the choice."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.8, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    if tuned.measure.name == "PSNR":
-        shown = [(speed, choice.psnr) for choice, speed in _speeds(tuned) if math.isfinite(choice.psnr)]
-        axes.plot(*zip(*shown, strict=True), color=_PREDICTED, alpha=0.5, label="predicted best choices")
-    _draw_tried(axes, tuned)
-    if tuned.proof is not None and math.isfinite(tuned.proof.point.mean):
-        _draw_chosen(axes, tuned)
+    proven = None if tuned.proof is None else tuned.proof.point
+    shown = [point for point in tuned.points if point is not proven and math.isfinite(point.mean)]
+    if own := [(point.times, point.mean) for point in shown if point.predicted is not None]:
+        axes.plot(*zip(*own, strict=True), ".", color=_TRIED, label="tried choices")
+    for point in shown:
+        if point.predicted is None:
+            axes.plot(point.times, point.mean, _MARKERS.get(point.name, "D"), color=BASE, label=point.name)
+    if tuned.proof is not None and proven is not None and math.isfinite(proven.mean):
+        half = tuned.proof.interval()
+        error = None if math.isinf(half) else [[half], [half]]
+        span = [[proven.times - min(proven.speed)], [max(proven.speed) - proven.times]]
+        style: dict[str, Any] = {"color": _CHOSEN, "markersize": 12, "linewidth": 1, "label": "chosen, held-out"}
+        axes.errorbar(proven.times, proven.mean, error, span, "*", **style)
     if tuned.budget.closeness is not None:
         axes.axhline(tuned.budget.closeness, color=INK, linewidth=0.8, linestyle=":", label="asked for")
     if tuned.budget.speed is not None:
@@ -194,34 +182,6 @@ def curve(tuned: Tuned) -> Figure:
     axes.set_ylabel(f"{tuned.measure.name} to untouched{unit} ({better} is better)")
     figure.legend(loc="outside right upper")
     return figure
-
-
-def _draw_tried(axes: Any, tuned: Tuned) -> None:
-    """Draw what was run and not chosen; names stand in the legend, as points may lie close together."""
-    proven = None if tuned.proof is None else tuned.proof.point
-    shown = [point for point in tuned.points if point is not proven and math.isfinite(point.mean)]
-    if own := [(point.times, point.mean) for point in shown if point.predicted is not None]:
-        axes.plot(*zip(*own, strict=True), ".", color=_TRIED, label="tried choices")
-    for point in shown:
-        if point.predicted is None:
-            axes.plot(point.times, point.mean, _MARKERS.get(point.name, "D"), color=BASE, label=point.name)
-
-
-def _draw_chosen(axes: Any, tuned: Tuned) -> None:
-    assert tuned.proof is not None
-    point, half = tuned.proof.point, tuned.proof.interval()
-    error = None if math.isinf(half) else [[half], [half]]
-    span = [[point.times - min(point.speed)], [max(point.speed) - point.times]]
-    axes.errorbar(
-        point.times, point.mean, error, span, "*", color=_CHOSEN, markersize=12, linewidth=1, label="chosen, held-out"
-    )
-
-
-def _speeds(tuned: Tuned) -> Iterator[tuple[Any, float]]:
-    for choice in tuned.curve:
-        left = tuned.untouched_seconds - choice.saved * tuned.realised
-        if left > 0:
-            yield choice, tuned.untouched_seconds / left
 
 
 def choices(tuned: Tuned) -> Figure:
@@ -237,25 +197,25 @@ def choices(tuned: Tuned) -> Figure:
         own = config.for_layer(layer)
         for column, end in enumerate(ends):
             phase = own.phase_until(end)
-            strength = 0.0 if phase.exact else 0.25 + 0.75 * _boldness(phase)
-            axes.barh(row, 1, 0.92, column, color=_PREDICTED, alpha=strength * 0.6, edgecolor="white", linewidth=1)
+            keys, boldness = _keys(phase), 0.5
+            if phase.attention.empty or phase.dense:
+                boldness = float(phase.attention.empty)
+            elif keys:
+                boldness = max(0.0, min(1.0, 1 - math.log2(max(keys, 32) / 32) / 6))
+            strength = 0.0 if phase.exact else 0.25 + 0.75 * boldness
+            axes.barh(row, 1, 0.92, column, color=_MAP, alpha=strength * 0.6, edgecolor="white", linewidth=1)
             axes.text(column + 0.5, row, _short(phase), ha="center", va="center", fontsize=7)
-    axes.set_yticks(range(len(layers)), [_name(layer) for layer in layers], fontsize=7)
+    names = [
+        layer.replace(".transformer_blocks.", ".").replace(".attentions.", ".").removesuffix(".attn1")
+        for layer in layers
+    ]
+    axes.set_yticks(range(len(layers)), names, fontsize=7)
     axes.invert_yaxis()
-    axes.set_xticks(
-        range(len(ends) + 1), [f"{end:.0%}" for end in (0.0, *ends)]
-    )  # a single step has room for text, too
-    axes.set_xlim(0, len(ends))
+    axes.set_xticks(range(len(ends) + 1), [f"{end:.0%}" for end in (0.0, *ends)])
+    axes.set_xlim(0, len(ends))  # a single step has room for text, too
     axes.set_xlabel("of the run")
     axes.spines[["left", "bottom"]].set_visible(False)
     return figure
-
-
-def _boldness(phase: Phase) -> float:
-    if phase.attention.empty or phase.dense:
-        return float(phase.attention.empty)
-    keys = _keys(phase)
-    return max(0.0, min(1.0, 1 - math.log2(max(keys, 32) / 32) / 6)) if keys else 0.5
 
 
 def _keys(phase: Phase) -> int:
@@ -270,10 +230,6 @@ def _short(phase: Phase) -> str:
         text = f"merge {phase.merge.ratio:.0%}"
     rows = "\nwith guidance" * phase.residual_guidance
     return text + (f"\nshared by {phase.residual_steps}{rows}" if phase.residual_steps > 1 else "")
-
-
-def _name(layer: str) -> str:
-    return layer.replace(".transformer_blocks.", ".").replace(".attentions.", ".").removesuffix(".attn1")
 
 
 def describe(config: PatchConfig) -> list[tuple[str, str]]:
@@ -297,13 +253,25 @@ def write_page(tuned: Tuned, folder: Path) -> Path:
         plots = {"curve": to_png(curve(tuned))}
         if tuned.config.per_layer:
             plots["choices"] = to_png(choices(tuned))
-    if tuned.proof is not None:
-        plots["images"] = _png(_sheet(tuned))
+    pairs, proof = [], tuned.proof
+    if proof is not None:
+        close = proof.point.closeness
+        order = sorted(range(len(close)), key=close.__getitem__, reverse=not tuned.measure.higher)  # farthest first
+        plots["images"] = _png(_sheet(tuned, proof, {"worst": order[0], "median": order[len(order) // 2]}))
+        pairs = [
+            {
+                **proof.samples[number]._asdict(),
+                "closeness": tuned.measure.words(close[number]),
+                "untouched": _uri(_png(proof.untouched[number].frames[0], _SIDE)),
+                "tuned": _uri(_png(proof.tuned[number].frames[0], _SIDE)),
+            }
+            for number in order
+        ]
     page = page_template(Path(__file__).with_name("page.html.j2")).render(
         tuned=tuned,
         lines=tuned.lines(),
         plots={name: _uri(data) for name, data in plots.items()},
-        pairs=_pairs(tuned),
+        pairs=pairs,
         layers=describe(tuned.config),
         facts=flatten(tuned.record),
         style=Markup(STYLE.read_text(encoding="utf-8")),
@@ -314,49 +282,21 @@ def write_page(tuned: Tuned, folder: Path) -> Path:
     return folder / "index.html"
 
 
-def _pairs(tuned: Tuned) -> list[dict[str, Any]]:
-    proof = tuned.proof
-    if proof is None:
-        return []
-    return [
-        {
-            "prompt": proof.samples[number].prompt,
-            "seed": proof.samples[number].seed,
-            "closeness": tuned.measure.words(proof.point.closeness[number]),
-            "untouched": _uri(_small(proof.untouched[number].frames[0])),
-            "tuned": _uri(_small(proof.tuned[number].frames[0])),
-        }
-        for number in _farthest_first(tuned)
-    ]
-
-
-def _farthest_first(tuned: Tuned) -> list[int]:
-    assert tuned.proof is not None
-    close = tuned.proof.point.closeness
-    return sorted(range(len(close)), key=close.__getitem__, reverse=not tuned.measure.higher)
-
-
-def _sheet(tuned: Tuned) -> Image.Image:
-    proof = tuned.proof
-    assert proof is not None
-    order = _farthest_first(tuned)
+def _sheet(tuned: Tuned, proof: Proof, numbers: dict[str, int]) -> Image.Image:
     pictures, captions = [], []
-    for what, number in {"worst": order[0], "median": order[len(order) // 2]}.items():
-        close = tuned.measure.words(proof.point.closeness[number])
+    for what, number in numbers.items():
         pictures += [proof.untouched[number].frames[0], proof.tuned[number].frames[0]]
+        close = tuned.measure.words(proof.point.closeness[number])
         captions += [("untouched", proof.samples[number].prompt), (f"tuned, {what}", close)]
     return side_by_side(pictures, captions, columns=2)
 
 
-def _small(image: Image.Image) -> bytes:
-    shown = image.copy()
-    shown.thumbnail((_SIDE, _SIDE))
-    return _png(shown)
-
-
-def _png(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format="PNG")
+def _png(image: Image.Image, most: int | None = None) -> bytes:
+    """Return a PNG, of at most so many pixels a side."""
+    file, shown = io.BytesIO(), image.copy()
+    if most is not None:
+        shown.thumbnail((most, most))
+    shown.save(file, format="PNG")
     return file.getvalue()
 
 

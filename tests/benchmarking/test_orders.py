@@ -1,8 +1,9 @@
-"""Errors of block orders: every order and attention is compared, method by method."""
+"""Errors of attentions and block orders: inputs are the pipeline's own, figures those of a dense formula."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,38 +11,199 @@ import pytest
 import torch
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
+from support.checks import runner
+from torch import Tensor
 
+import elfatt_sd
 from benchmarks import orders as module
+from benchmarks.errors import measure_errors
 from benchmarks.orders import joint_configs, order_configs, orders
 from elfatt_sd.attention.ordering import BLOCK_ORDERS
-from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.benchmarking.report import save
+from elfatt_sd.config import LayerPhases, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.methods import attentions
 from elfatt_sd.runtime.exact_run import ExactRun
-from elfatt_sd.toy import GUIDANCE, STEPS
 
+PROMPTS = ["a cat", "a dog"]
+BLOCKS = PatchConfig("blocks", (Phase(1.0, "block", block_size=16),))
+SPREAD = PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),))
+OPTIONS: dict[str, Any] = {"height": 32, "width": 32, "guidance_scale": 3.0}
 RUN: dict[str, Any] = {"prompts": ["a"], "steps": 3, "device": "cpu", "draws": 2}
 SOME: dict[str, Any] = {**RUN, "record_at": [0, 2]}
+Rows = list[dict[str, Any]]
 
 
-@pytest.fixture(autouse=True)
-def pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    pipe = tiny.sd15(folder, scheduler=tiny.ddim())
-    monkeypatch.setattr(module, "load_pipeline", lambda model, **_: pipe)
-    return pipe
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> Any:
+    return tiny.sd15(folder, scheduler=tiny.ddim())
 
 
 @pytest.fixture
-def flux(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    pipe = tiny_transformers.flux(folder)
-    monkeypatch.setattr(module, "load_pipeline", lambda model, **_: pipe)
-    return pipe
+def loaded(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The pipeline that `orders` loads."""
+    own = {"pipe": pipe}
+    monkeypatch.setattr(module, "load_pipeline", lambda model, **_: own["pipe"])
+    return own
 
 
-RASTER = PatchConfig("raster", (Phase(1.0, "block", block_size=16),))
-SPREAD = PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),))
+@pytest.fixture
+def flux(folder: Path, loaded: dict[str, Any]) -> None:
+    loaded["pipe"] = tiny_transformers.flux(folder)
+
+
+def draw(pipe: Any, steps: int = 4) -> Tensor:
+    generators = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
+    options = {"num_inference_steps": steps, "generator": generators, "output_type": "latent", **OPTIONS}
+    made: Tensor = pipe(PROMPTS, **options).images
+    return made
+
+
+def errors(
+    pipe: Any, *configs: PatchConfig, at: tuple[int, ...] = (1, 3), run: Callable[[], Any] | None = None, draws: int = 4
+) -> Rows:
+    """The rows of all methods, whose steps are told in their order."""
+    steps: list[int] = []
+    rows: Rows = []
+
+    def keep(step: int, found: Rows) -> None:
+        assert {row["step"] for row in found} == {step}
+        steps.append(step)
+        rows.extend(found)
+
+    named = {config.method: config for config in configs}
+    wanted = lambda method, step: step in at  # noqa: E731
+    measure_errors(pipe, named, run or (lambda: draw(pipe)), keep, wanted=wanted, draws=draws)
+    assert steps == sorted(set(steps))
+    return rows
+
+
+def dense(attention: Any, tokens: Tensor, block: int) -> Tensor:
+    """Attention inside blocks by the formula, in float64, one head and one block after the other."""
+    weights = {name: value.double() for name, value in attention.state_dict().items()}
+    x = tokens.double()
+    q, k, v = (x @ weights[f"to_{name}.weight"].t() for name in "qkv")
+    mixed = torch.zeros_like(q)
+    size = q.shape[2] // attention.heads
+    for head in range(attention.heads):
+        for start in range(0, x.shape[1], block):
+            at = (slice(None), slice(start, start + block), slice(head * size, (head + 1) * size))
+            logits = q[at] @ k[at].transpose(1, 2) * size**-0.5
+            mixed[at] = logits.softmax(dim=2) @ v[at]
+    return mixed @ weights["to_out.0.weight"].t() + weights["to_out.0.bias"]
+
+
+def test_errors_are_those_of_the_formula(pipe: Any) -> None:
+    """On what hooks of our own see in the second and fourth call of an untouched run."""
+    inputs: dict[str, list[Tensor]] = {}
+    layers = {layer.name: layer.attention for layer in find_layers(pipe.unet)}
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args, name=name: inputs.setdefault(name, []).append(args[0]))
+        for name, layer in layers.items()
+    ]
+    draw(pipe)
+    for handle in handles:
+        handle.remove()
+    rows = errors(pipe, BLOCKS)
+    assert len(rows) == 6  # two steps, three layers on the finest grid
+    for row in rows:
+        attention, given = layers[row["layer"]], inputs[row["layer"]][row["step"]]
+        exact, blocks = dense(attention, given, 256), dense(attention, given, 16)
+        each = (blocks - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
+        assert len(each) == 4  # two prompts, each with guidance
+        assert row["error"] == pytest.approx(float(each.mean()), rel=1e-3)
+        assert row["least"] == pytest.approx(float(each.min()), rel=1e-3)
+        assert row["greatest"] == pytest.approx(float(each.max()), rel=1e-3)
+        assert row["error"] > 1e-3
+
+
+@pytest.mark.parametrize("family", ["unet", "flux"])
+def test_errors_are_those_of_a_patch(family: str, folder: Path) -> None:
+    """A patch of the first layer alone gives what was measured in the first step; of joint layers, the image counts."""
+    flux = family == "flux"
+    pipe = tiny_transformers.flux(folder) if flux else tiny.sd15(folder, scheduler=tiny.ddim())
+    phase = Phase(1.0, "sampled", keys=16) if flux else Phase(1.0, "softmax", ratio=0.5)
+    text, options = (16, {"max_sequence_length": 16, "height": 64, "width": 64}) if flux else (0, {})
+    run = runner(pipe, output_type="latent", **options)
+    seen: list[Tensor] = []
+    first, *_, last = find_layers(main_denoiser(pipe))
+    layer = last if flux else first  # that of a single block gives text and image in one sequence
+    handle = layer.attention.register_forward_hook(lambda *args: seen.append(args[2]))
+    run()
+    exact, method = seen[0], PatchConfig("one", per_layer=(LayerPhases(layer.name, (phase,)),))
+    with elfatt_sd.patched(pipe, method):
+        run()
+    approximated = seen[len(seen) // 2]
+    handle.remove()
+    [row] = errors(pipe, method, at=(0,), run=run, draws=1)
+    each = (approximated - exact)[:, text:].flatten(1).norm(dim=1) / exact[:, text:].flatten(1).norm(dim=1)
+    assert row["layer"] == layer.name
+    assert row["error"] == pytest.approx(float(each.mean()), rel=1e-3)
+    assert row["error"] > 1e-3
+
+
+def test_the_pipeline_is_as_before(pipe: Any) -> None:
+    before, hooks = draw(pipe), sum(len(module._forward_pre_hooks) for module in pipe.unet.modules())
+    measured: list[Tensor] = []
+    errors(pipe, SPREAD, run=lambda: measured.append(draw(pipe)))
+
+    def stop() -> None:
+        draw(pipe, 2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        errors(pipe, SPREAD, run=stop)
+    assert torch.equal(measured[0], before)
+    assert torch.equal(draw(pipe), before)
+    assert sum(len(module._forward_pre_hooks) for module in pipe.unet.modules()) == hooks
+    assert not elfatt_sd.is_patched(pipe)
+
+
+def test_where_attention_is_exact_there_is_no_error(pipe: Any) -> None:
+    late = PatchConfig("late", (Phase(0.5), Phase(1.0, "block", block_size=16)))
+    whole = PatchConfig("whole", (Phase(1.0, "block", block_size=256, block_order="spread"),))
+    rows = errors(pipe, late, whole)
+    own = [row for row in rows if row["method"] == "late"]
+    assert [row["error"] for row in own if row["step"] == 1] == [0.0] * 3
+    assert all(row["error"] > 0 for row in own if row["step"] == 3)
+    assert all(row["error"] < 1e-5 for row in rows if row["method"] == "whole"), "one block, in any order"
+
+
+def test_random_orders_are_drawn_several_times(pipe: Any) -> None:
+    """The mean over four draws is that of four seeds."""
+    four = errors(pipe, SPREAD, at=(1,))
+    single = [errors(pipe, SPREAD.with_settings(seed=seed), at=(1,), draws=1) for seed in range(4)]
+    for index, row in enumerate(four):
+        each = [rows[index]["error"] for rows in single]
+        assert len({*each}) == 4
+        assert row["error"] == pytest.approx(sum(each) / 4)
+
+
+def test_fixed_orders_are_applied_once(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    applied: list[str] = []
+    original = ExactRun.approximate
+
+    def counted(run: ExactRun, state: Any, again: Any, phase: Phase, step: int, config: PatchConfig) -> Any:
+        applied.append(config.method)
+        return original(run, state, again, phase, step, config)
+
+    monkeypatch.setattr(ExactRun, "approximate", counted)
+    random, fixed = (PatchConfig.preset("tome", use_rand=each).renamed(f"tome {each}") for each in (True, False))
+    errors(pipe, BLOCKS, SPREAD, random, fixed)
+    assert [applied.count(name) for name in ("blocks", "spread", "tome True", "tome False")] == [6, 24, 24, 6]
+
+
+def test_each_method_is_compared_in_its_own_layers(pipe: Any) -> None:
+    deeper = PatchConfig("deeper", BLOCKS.phases, levels=2)
+    rows = errors(pipe, BLOCKS, deeper, at=(1,))
+    one, two = ({row["layer"] for row in rows if row["method"] == name} for name in ("blocks", "deeper"))
+    assert len(one) == 3
+    assert one < two
+    config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=4),))
+    with pytest.raises(ElfattError, match=r"residual_steps=4 is not accepted here; errors are those of single steps\."):
+        errors(pipe, config)
 
 
 def test_every_order_size_and_attention_is_compared() -> None:
@@ -54,19 +216,21 @@ def test_every_order_size_and_attention_is_compared() -> None:
     assert len({phase for _, phase in chosen}) == len(chosen)
 
 
+@pytest.mark.usefixtures("loaded")
 def test_orders(tmp_path: Path) -> None:
-    results = orders("x", methods=[RASTER, SPREAD], **SOME)
+    results = orders("x", methods=[BLOCKS, SPREAD], **SOME)
     assert len(results["rows"]) == 2 * 2 * 3  # methods, steps, layers
     assert results["settings"]["guidance"] == 7.5
-    _, table, plot = save(results, tmp_path / "orders.json")
+    table, plot = save(results, tmp_path / "orders.json")
     lines = table.read_text().splitlines()
     assert lines[0] == "| method | mean | step 0 | step 2 | layer 1 | layer 2 | layer 3 |"
-    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| raster", "| spread"]
-    own = [row["error"] for row in results["rows"] if row["method"] == "raster"]
+    assert [line.split(" | ")[0] for line in lines[2:4]] == ["| blocks", "| spread"]
+    own = [row["error"] for row in results["rows"] if row["method"] == "blocks"]
     assert lines[2].split(" | ")[1] == f"{sum(own) / len(own):.3f}"
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("loaded")
 def test_a_stopped_run_has_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
     original, session = ExactRun.approximate, Session()
 
@@ -77,19 +241,9 @@ def test_a_stopped_run_has_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ExactRun, "approximate", approximate)
     with pytest.raises(KeyboardInterrupt):
-        orders("x", methods=[RASTER, SPREAD], session=session, **SOME)
+        orders("x", methods=[BLOCKS, SPREAD], session=session, **SOME)
     assert session.results is not None
     assert {row["step"] for row in session.results["rows"]} == {0}
-
-
-def test_the_toy_has_its_own_guidance_and_steps() -> None:
-    settings = orders("toy", methods=[RASTER], record_at=[1], prompts=["a"], device="cpu", draws=1)["settings"]
-    assert (settings["guidance"], settings["steps"]) == (GUIDANCE, STEPS)
-
-
-def test_five_calls_are_compared_in_if_nobody_says_where() -> None:
-    assert orders("x", methods=[RASTER], **{**RUN, "steps": 25})["settings"]["record_at"] == [2, 6, 12, 18, 23]
-    assert {row["step"] for row in orders("x", methods=[RASTER], **{**RUN, "steps": 4})["rows"]} == {0, 1, 2, 3}
 
 
 @pytest.mark.usefixtures("flux")
@@ -99,36 +253,24 @@ def test_every_step_of_a_transformer(tmp_path: Path) -> None:
     methods = dict.fromkeys(row["method"] for row in results["rows"])
     assert list(methods) == list(joint_configs())
     assert len(results["rows"]) == len(methods) * 9 * 2
-    _, table, plot = save(results, tmp_path / "orders.json")
+    table, plot = save(results, tmp_path / "orders.json")
     by_layer, by_step = table.read_text().split("\n\n")
     assert [line.split(" | ")[0] for line in by_layer.splitlines()[2:]] == [
         "| 1: `transformer_blocks.0.attn`",
         "| 2: `single_transformer_blocks.0.attn`",
         "| mean",
     ]
-    assert [line.split(" | ")[0] for line in by_step.splitlines()[2:]] == [
-        *(f"| {step}" for step in range(9)),
-        "| mean",
-    ]
-    for line, step in zip(by_step.splitlines()[2:-1], range(9), strict=True):
-        for method, cell in zip(methods, line.strip("| ").split(" | ")[1:], strict=True):
-            own = [row["error"] for row in results["rows"] if (row["method"], row["step"]) == (method, step)]
-            assert len(own) == 2 and cell == f"{sum(own) / 2:.3f}"
+    cells = [line.strip("| ").split(" | ") for line in by_step.splitlines()[2:]]
+    assert [own for own, *_ in cells] == [*map(str, range(9)), "mean"]
+    for number, method in enumerate(methods, 1):
+        own = [row["error"] for row in results["rows"] if (row["method"], row["step"]) == (method, 4)]
+        assert len(own) == 2 and cells[4][number] == f"{sum(own) / 2:.3f}"
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("flux")
-def test_a_preset_is_what_it_is_on_the_family() -> None:
-    """Exact in its first step, as elfatt-fast of transformers is."""
-    rows = orders("x", methods=["elfatt-fast"], every_step=True, size=64, **{**RUN, "steps": 5})["rows"]
-    assert [row["step"] for row in rows if row["error"] == 0] == [0, 0]
-    assert len(rows) == 10
-
-
-def test_a_video_model_has_frames(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_video_model_has_frames(folder: Path, tmp_path: Path, loaded: dict[str, Any]) -> None:
     """Wan 2.2: in each step, the layers of the transformer that it calls."""
-    pipe = tiny_transformers.wan22(folder)
-    monkeypatch.setattr(module, "load_pipeline", lambda model, **_: pipe)
+    loaded["pipe"] = tiny_transformers.wan22(folder)
     clip = {"every_step": True, "size": "64x96", "frames": 9}
     sampled = PatchConfig("few keys", (Phase(1.0, "sampled", block_size=16),))
     results = orders("x", methods=[sampled], **{**RUN, **clip})
@@ -136,17 +278,11 @@ def test_a_video_model_has_frames(folder: Path, tmp_path: Path, monkeypatch: pyt
     places = [(row["step"], row["layer"]) for row in results["rows"]]
     assert places == [(step, f"blocks.{block}.attn1") for step in range(3) for block in range(2)]
     assert all(row["error"] > 0 for row in results["rows"])
-    _, table, plot = save(results, tmp_path / "orders.json")
+    table, plot = save(results, tmp_path / "orders.json")
     assert "layer 1 is `blocks.0.attn1`, layer 2 is `blocks.1.attn1`." in table.read_text()
     assert plot.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ElfattError, match="height=100"):
         orders("x", methods=[sampled], **{**RUN, **clip, "size": "64x100"})
-
-
-@pytest.mark.usefixtures("flux")
-def test_frames_of_a_model_that_makes_none_have_no_effect() -> None:
-    with pytest.warns(UserWarning, match="frames=9 has no effect on a FluxPipeline"):
-        orders("x", methods=[RASTER], size=64, frames=9, **SOME)
 
 
 @pytest.mark.usefixtures("flux")
@@ -163,9 +299,3 @@ def test_frames_of_a_model_that_makes_none_have_no_effect() -> None:
 def test_what_is_not_accepted(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ElfattError, match=re.escape(says)):
         orders("x", size=64, **{**RUN, **options})
-
-
-def test_a_model_of_no_known_family_is_refused(monkeypatch: pytest.MonkeyPatch, pipe: Any) -> None:
-    monkeypatch.setattr(pipe, "unet", torch.nn.Linear(1, 1))
-    with pytest.raises(ElfattError, match="Linear cannot be patched"):
-        orders("x", **RUN)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from diffusers.models.attention_processor import Attention
 from support import checks
 
+from elfatt_sd.benchmarking import twin
 from elfatt_sd.benchmarking.models import Model, unet_call
-from elfatt_sd.benchmarking.pipeline import twin
 from elfatt_sd.benchmarking.variants import (
     VARIATIONS,
     Run,
@@ -33,74 +32,54 @@ from elfatt_sd.runtime.processor import ElfattProcessor
 
 
 @pytest.mark.parametrize(
-    ("method", "counts"),
-    [("sd", [50]), ("tome", [50]), ("agent", [20, 30]), ("elfatt", [10, 40])],
+    ("config", "said"),
+    [
+        (PatchConfig.preset("sd"), "untouched 50"),
+        (PatchConfig.preset("tome"), "softmax 50"),
+        (PatchConfig.preset("agent"), "agent 20, softmax 30"),
+        (PatchConfig.preset("elfatt"), "elfatt 10, softmax 40"),
+        (PatchConfig("x", (Phase(0.2), Phase(1.0, "block"))), "untouched 10, block 40"),
+        (varied("elfatt-fast", attention_backend="flash"), "exact 10, sampled 40"),
+        # Each n steps of a phase have one matching, made in the first of them; steps 8 and 9 merge as ELFATT.
+        (varied("tome", reuse_steps=3), "softmax 17, softmax of 3 33"),
+        (varied("elfatt", reuse_steps=4), "elfatt 3, elfatt of 4 7, softmax 11, softmax of 4 29"),
+        (
+            PatchConfig("late", (Phase(0.1), Phase(1.0, ratio=0.5)), reuse_steps=4),
+            "untouched 5, softmax 12, softmax of 4 33",
+        ),
+        # Steps 10 and 11 are the rest of a group that shares a difference, which has to begin anew.
+        (varied("elfatt-fast", residual_steps=4), "untouched 10, sampled measures 11, sampled 29"),
+    ],
+    ids=lambda value: getattr(value, "method", None),
 )
-def test_phases_of_a_run(method: str, counts: list[int]) -> None:
-    config = PatchConfig.preset(method)
-    parts = single_phases(config)
-    assert [count for _, count in parts] == counts
-    for part, _ in parts:
+def test_a_method_is_cut_into_calls(config: PatchConfig, said: str) -> None:
+    """Calls that match, or measure a difference, are told from calls that use it again."""
+    found = []
+    for part, count in single_phases(config):
+        name = "exact" if part.kind == "patch" else part.kind
+        if part.config.phases:
+            name = part.config.phases[0].attention.name
+        kept = f" of {part.config.reuse_steps}" * (part.config.reuse_steps > 1) + " measures" * part.measures
+        found.append(f"{name}{kept} {count}")
         assert all(phase.until == 1 for phase in part.config.phases)
-    attentions = [part.config.phases[0].attention.name if part.config.phases else "softmax" for part, _ in parts]
-    assert attentions == ([phase.attention.name for phase in config.phases] or ["softmax"])
+    assert ", ".join(found) == said
 
 
-def test_calls_that_match_are_told_from_calls_that_reuse() -> None:
-    """Each n steps of a phase have one matching, made in the first of them."""
-    [(matching, first), (reusing, others)] = single_phases(varied("tome", reuse_steps=3))
-    assert (matching.config.reuse_steps, first, reusing.config.reuse_steps, others) == (1, 17, 3, 33)
-    parts = single_phases(varied("elfatt", reuse_steps=4))  # steps 8 and 9 merge as ELFATT, 10 and 11 as ToMe
-    assert [(part.config.phases[0].attention.name, part.config.reuse_steps, count) for part, count in parts] == [
-        ("elfatt", 1, 3),
-        ("elfatt", 4, 7),
-        ("softmax", 1, 11),
-        ("softmax", 4, 29),
-    ]
-    late = PatchConfig("late", (Phase(0.1), Phase(1.0, ratio=0.5)), reuse_steps=4)
-    assert [(part.config.reuse_steps, count) for part, count in single_phases(late)] == [(1, 5), (1, 12), (4, 33)]
-
-
-def test_calls_that_measure_a_difference_are_told_from_calls_that_add_it() -> None:
-    config = varied("elfatt-fast", residual_steps=4)  # steps 10 and 11 are the rest of a group, which has to begin anew
-    parts = single_phases(config)
-    assert [(part.kind, part.measures, count) for part, count in parts] == [
-        ("untouched", False, 10),
-        ("patch", True, 11),
-        ("patch", False, 29),
-    ]
-    lineup = by_phase([config, PatchConfig.preset("elfatt-fast")])
-    assert [name for name, _ in lineup.runs["elfatt-fast"].parts] == ["untouched", "elfatt-fast/1"]
-    measuring, adding = (lineup.variants[f"{config.method}/{index}"] for index in (1, 2))
-    assert adding.reuses_steps and not measuring.reuses_steps
-    assert measuring.to_dict()["what"].endswith("corrected in between, a step that is exact")
-
-
-def test_where_nothing_is_merged_nothing_is_reused() -> None:
-    (reusing, _), (plain, _) = (
-        single_phases(config)[1] for config in (varied("elfatt-fast", reuse_steps=2), PatchConfig.preset("elfatt-fast"))
-    )
-    assert reusing.same_work(plain)
-
-
-def test_calls_that_match_are_those_of_token_merging() -> None:
-    lineup = by_phase(resolve_methods(["tome", varied("tome", reuse_steps=2)]))
+def test_calls_that_keep_something_are_timed_beside_those_that_make_it() -> None:
+    """Where nothing is merged nothing is reused."""
+    lineup = by_phase(resolve_methods(["tome", varied("tome", reuse_steps=2), varied("elfatt-fast", residual_steps=4)]))
     assert lineup.runs["tome:reuse_steps=2"].parts == (("tome/0", 25), ("tome:reuse_steps=2/1", 25))
     reusing = lineup.variants["tome:reuse_steps=2/1"]
     assert reusing.reuses_steps and not lineup.variants["tome/0"].reuses_steps
     assert reusing.to_dict()["what"].endswith("softmax attention, matching kept for 2 steps")
-
-
-def test_a_backend_serves_exact_phases_too() -> None:
-    fast = varied("elfatt-fast", attention_backend="flash")
-    lineup = by_phase([fast])
-    assert [name for name, _ in lineup.runs[fast.method].parts] == [f"{fast.method}/0", f"{fast.method}/1"]
-    assert lineup.variants[f"{fast.method}/0"].to_dict()["what"] == "exact attention, backend flash"
-
-
-def test_exact_phases_are_untouched() -> None:
-    (exact, steps), _ = single_phases(PatchConfig("x", (Phase(0.2), Phase(1.0, "block"))))
-    assert (exact.kind, steps) == ("untouched", 10)
+    measuring, adding = (lineup.variants[f"elfatt-fast:residual_steps=4/{index}"] for index in (1, 2))
+    assert adding.reuses_steps and not measuring.reuses_steps
+    assert measuring.to_dict()["what"].endswith("corrected in between, a step that is exact")
+    (exact, _), _ = single_phases(varied("elfatt-fast", attention_backend="flash"))
+    assert exact.to_dict()["what"] == "exact attention, backend flash"
+    both = varied("elfatt-fast", reuse_steps=2), PatchConfig.preset("elfatt-fast")
+    (reusing, _), (plain, _) = (single_phases(config)[1] for config in both)
+    assert reusing.same_work(plain)
 
 
 def test_what_is_the_same_is_timed_once(methods: list[PatchConfig]) -> None:
@@ -111,34 +90,21 @@ def test_what_is_the_same_is_timed_once(methods: list[PatchConfig]) -> None:
     assert len(lineup.variants) == 7
 
 
-def test_a_whole_pipeline_is_one_variant(methods: list[PatchConfig]) -> None:
-    lineup = whole(methods)
-    assert lineup.runs["elfatt"] == Run((("elfatt", 50),), "floor")
-    assert lineup.variants["elfatt"].config == methods[1]
-    assert list(lineup.variants) == ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
-
-
-def test_compiled_twins_of_all_but_tomesd(methods: list[PatchConfig]) -> None:
+def test_compiled_and_autotuned_twins(methods: list[PatchConfig]) -> None:
+    """Compiled ones of all but tomesd, autotuned ones of what is patched."""
     plain = by_phase(methods)
-    lineup = with_compiled(plain)
-    assert {name.removesuffix(", compiled") for name, it in lineup.variants.items() if it.compiled} == (
-        plain.variants.keys() - {"tomesd"}
-    )
-    assert lineup.runs["fast, compiled"] == Run(
-        (("untouched, compiled", 10), ("fast/1, compiled", 40)), "floor of 2 levels, compiled"
-    )
+    lineup = with_compiled(by_phase(methods))
+    twins = {name.removesuffix(", compiled") for name, it in lineup.variants.items() if it.compiled}
+    assert twins == plain.variants.keys() - {"tomesd"}
+    parts = (("untouched, compiled", 10), ("fast/1, compiled", 40))
+    assert lineup.runs["fast, compiled"] == Run(parts, "floor of 2 levels, compiled")
     assert "tomesd, compiled" not in lineup.runs
-
-
-def test_autotuned_twins_of_what_is_patched(methods: list[PatchConfig]) -> None:
     lineup = with_autotuned(by_phase(methods))
-    assert {name for name, it in lineup.variants.items() if it.autotune} == {
-        f"{name}, autotuned" for name in ("tome/0", "elfatt/0", "fast/1")
-    }
+    twins = {name.removesuffix(", autotuned") for name, it in lineup.variants.items() if it.autotune}
+    assert twins == {"tome/0", "elfatt/0", "fast/1"}
     assert lineup.runs["fast, autotuned"] == Run((("untouched", 10), ("fast/1, autotuned", 40)), "floor of 2 levels")
-    assert [name for name in lineup.runs if name.endswith("autotuned")] == [
-        f"{name}, autotuned" for name in ("tome", "elfatt", "fast")
-    ]
+    added = [name for name in lineup.runs if name.endswith(", autotuned")]
+    assert added == ["tome, autotuned", "elfatt, autotuned", "fast, autotuned"]
 
 
 def test_by_default_all_presets_and_the_variations_are_timed() -> None:
@@ -156,13 +122,15 @@ def test_a_variation_is_named_after_its_settings() -> None:
     config = varied("elfatt-fast", block_size=512, levels=2)
     assert config.method == "elfatt-fast:block_size=512,levels=2"
     assert same_work(config, PatchConfig.preset("elfatt-fast", block_size=512, levels=2))
-
-
-def test_a_variation_has_its_form_for_transformers() -> None:
     fitted = for_transformers(varied("elfatt-fast", block_size=64))
     assert fitted == for_transformers(PatchConfig.preset("elfatt-fast", block_size=64)).renamed(fitted.method)
     assert fitted.method == "elfatt-fast:block_size=64"
     assert fitted.phases[1].attention.name == "cell_spread"
+    [config] = resolve_methods(["sampled"])  # an attention alone follows exact steps
+    assert [phase.attention.name for phase in config.phases] == ["softmax", "sampled"]
+    assert varied("sampled", block_size=64).phases[1].block_size == 64
+    with pytest.raises(ElfattError, match="'quick'"):
+        resolve_methods(["quick"])
 
 
 def test_the_ratio_changes_methods_that_merge() -> None:
@@ -175,11 +143,6 @@ def test_the_ratio_changes_methods_that_merge() -> None:
     assert ratios["tome:reuse_steps=2"] == 0.25
     assert {*ratios.values()} == {0.25}
     assert "elfatt:ratio=0" not in ratios
-
-
-def test_unknown_method() -> None:
-    with pytest.raises(ElfattError, match="'quick'"):
-        resolve_methods(["quick"])
 
 
 def processors(unet: Any) -> dict[str, str]:
@@ -215,18 +178,6 @@ def test_floor_removes_the_layers_that_are_patched(model: Model, levels: int, la
     assert torch.equal(attention(x), torch.zeros_like(x))
 
 
-def test_the_floor_goes_as_deep_as_the_method() -> None:
-    assert by_phase([PatchConfig.preset("tome", max_downsample=4)]).runs["tome"].floor == "floor to 1/4"
-
-
-def test_tomesd_is_the_package(model: Model) -> None:
-    config = PatchConfig.preset("tome", ratio=0.3)
-    unet = by_phase([config]).variants["tomesd"].install(copy_structure(model.unet))
-    assert unet._tome_info["args"]["ratio"] == 0.3
-    assert unet._tome_info["args"]["max_downsample"] == 1
-    assert any(type(module).__name__ == "ToMeBlock" for module in unet.modules())
-
-
 def test_tomesd_can_be_asked_for_alone(model: Model) -> None:
     lineup = by_phase(resolve_methods(["tomesd", "elfatt-fast"]))
     assert list(lineup.runs)[:3] == ["untouched", "tomesd", "elfatt-fast"]
@@ -238,37 +189,27 @@ def test_tomesd_can_be_asked_for_alone(model: Model) -> None:
     assert (options["ratio"], options["sx"], options["sy"], options["use_rand"]) == (0.7, 4, 4, False)
     both = by_phase(resolve_methods(["tomesd", "tome"]))
     assert list(both.runs) == ["untouched", "tomesd", "tome", "floor"]
+    deep = by_phase([PatchConfig.preset("tome", ratio=0.3, max_downsample=2)])
+    assert deep.runs["tome"].floor == "floor to 1/2"
+    peer = deep.variants["tomesd"].install(copy_structure(model.unet))
+    assert (peer._tome_info["args"]["ratio"], peer._tome_info["args"]["max_downsample"]) == (0.3, 2)
+    assert any(type(module).__name__ == "ToMeBlock" for module in peer.modules())
 
 
-def test_an_attention_alone_follows_exact_steps() -> None:
-    [config] = resolve_methods(["sampled"])
-    assert [phase.attention.name for phase in config.phases] == ["softmax", "sampled"]
-    assert varied("sampled", block_size=64).phases[1].block_size == 64
-
-
-def test_weights_are_drawn_and_finite(model: Model) -> None:
+def test_models_of_random_weights_can_be_called(model: Model) -> None:
+    """Also with the least image, which every level can halve."""
     inputs = model.inputs(128, 2)
     assert inputs["sample"].shape == (2, 4, 16, 16)
     out = unet_call(model.unet, inputs)()
-    assert out.isfinite().all()
-    assert out.std() > 1e-3
-
-
-def test_every_level_can_halve_the_least_picture(model: Model) -> None:
+    assert out.isfinite().all() and out.std() > 1e-3
     inputs = model.inputs(model.least_size, 1)
     assert unet_call(model.unet, inputs)().shape == inputs["sample"].shape
-
-
-def test_variants_are_described() -> None:
-    fast = Variant("patch", PatchConfig("x", (Phase(1.0, "block", block_order="spread"),)))
-    assert fast.to_dict()["what"] == "spread blocks of 128"
-    assert dataclasses.replace(fast, compiled=True).to_dict()["what"] == "spread blocks of 128, compiled"
-    assert fast.to_dict()["config"]["phases"][0]["block_order"] == "spread"
 
 
 def test_other_accelerators_are_timed_over_a_whole_run() -> None:
     configs = resolve_methods([varied("deepcache", cache_interval=2), "deepcache", "tgate", "elfatt-fast"])
     lineup = whole(configs)
+    assert lineup.runs["elfatt-fast"].parts == (("elfatt-fast", 50),), "a whole run is one variant"
     assert list(lineup.runs)[:4] == ["untouched", "deepcache:cache_interval=2", "deepcache", "tgate"]
     assert [lineup.runs[name].parts[0][0] for name in ("deepcache", "tgate")] == ["deepcache", "tgate"]
     with pytest.raises(ElfattError, match="deepcache:cache_interval=2 is timed over a whole run"):

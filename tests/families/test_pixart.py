@@ -144,8 +144,7 @@ def test_transformers_of_no_known_family_are_refused_by_name(tmp_path: Path) -> 
 
 def test_it_is_timed_in_benches(pixart: Any, tmp_path: Path) -> None:
     """Beside its floor, and without tomesd, which patches UNets alone."""
-    from elfatt_sd.benchmarking.pipeline import pipeline
-    from elfatt_sd.benchmarking.unet import unet
+    from elfatt_sd.benchmarking import pipeline, unet
 
     pixart.save_pretrained(tmp_path / "pixart")
     options: dict[str, Any] = {"methods": ["tome", "elfatt-fast"], "repeats": 1, "device": "cpu"}

@@ -252,8 +252,8 @@ def test_a_class_can_be_named_by_its_module(module: str) -> None:
 
 
 def test_it_gets_a_row_in_a_bench(module: str, pipe: Any) -> None:
+    from elfatt_sd.benchmarking import unet
     from elfatt_sd.benchmarking.models import Model
-    from elfatt_sd.benchmarking.unet import unet
     from elfatt_sd.cli.bench import read_method
 
     chosen = [read_method(f"{module}:factor=0.5"), read_method(module)]

@@ -35,9 +35,8 @@ from elfatt_sd.attention.softmax import (
     pool_agents,
     softmax_attention,
 )
-from elfatt_sd.benchmarking.plots import save
 from elfatt_sd.benchmarking.record import Results
-from elfatt_sd.benchmarking.tables import clock
+from elfatt_sd.benchmarking.report import clock, save
 from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.families import find_denoisers, find_layers, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.methods import Grid
@@ -497,7 +496,7 @@ def check_saved(results: Results, folder: Path) -> None:
     """JSON that reads back, a table row for each, a picture."""
     path = folder / "x.json"
     path.write_text(json.dumps(results))
-    _, table, plot = save(results, path)
+    table, plot = save(results, path)
     lines = [line for line in table.read_text().splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1
     for row in results["rows"]:

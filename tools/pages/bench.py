@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from elfatt_sd.benchmarking.plots import save
-from elfatt_sd.benchmarking.report import describe_file, describe_part, draw_parts, origin, picture_line, read_results
+from benchmarks.shown import describe_file, describe_part, draw_parts, origin, picture_line
+from elfatt_sd.benchmarking.report import read_results, save
 from elfatt_sd.files import link
 from tools.pages.blocks import MISSING, check_markers, check_results, fill_blocks
 from tools.pages.goals import goals_table

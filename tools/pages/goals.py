@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.benchmarking.names import PEER, UNPATCHED
-from elfatt_sd.benchmarking.record import KEPT, Results, greatest_peak, own_part
-from elfatt_sd.benchmarking.report import few_rounds, verdict
-from elfatt_sd.benchmarking.tables import spread
+from benchmarks.goals import KEPT, few_rounds, greatest_peak, verdict
+from elfatt_sd.benchmarking.record import Results, own_part
+from elfatt_sd.benchmarking.report import spread
+from elfatt_sd.benchmarking.variants import PEER, UNPATCHED
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.files import read_typed
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.benchmarking.tables import spread
+from elfatt_sd.benchmarking.report import spread
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.charts import INK, Chart, Palette, figure_and_axes
 from elfatt_sd.evaluation.report.data import Results, Row

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from elfatt_sd.benchmarking.record import Results as Benchmark
-from elfatt_sd.benchmarking.tables import KEYS, clock, scaled, spread
+from elfatt_sd.benchmarking.report import KEYS, clock, scaled, spread
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.tables import Line, Table, study_table, to_markdown

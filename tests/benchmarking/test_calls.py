@@ -1,0 +1,336 @@
+"""Benchmarks of a layer, a denoiser and a pipeline measure what they say, on small models; no time is asserted."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.attention_processor import Attention
+from support import tiny_transformers
+from support.checks import QUICK, Work, check_saved
+from torch import Tensor
+
+from elfatt_sd import benchmarking
+from elfatt_sd.attention.ordering import BLOCK_ORDERS
+from elfatt_sd.benchmarking import _peak, layer, layer_phases, pipeline, record, twin, unet
+from elfatt_sd.benchmarking.models import Model, make_pipeline, unet_call
+from elfatt_sd.benchmarking.record import make_rows
+from elfatt_sd.benchmarking.report import markdown, plot
+from elfatt_sd.benchmarking.variants import FLOOR, Variant, patched_layers, varied
+from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import copy_structure
+from elfatt_sd.measure import peak_memory
+from elfatt_sd.methods import attentions, sampled
+from elfatt_sd.runtime import call as state_module
+from elfatt_sd.runtime.autotune import Tuner
+from elfatt_sd.runtime.call import LayerCall
+from elfatt_sd.runtime.joint_processor import JointProcessor
+from elfatt_sd.runtime.processor import ElfattProcessor
+
+COMPUTING = {name for name, kind in attentions().items() if not kind.empty}
+NAMES = ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
+
+
+@pytest.fixture
+def flux() -> Model:
+    return Model(tiny_transformers.flux_transformer(), 8)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of 32 channels."""
+    monkeypatch.setattr(benchmarking, "CHANNELS", 32)
+    monkeypatch.setattr(benchmarking, "HEADS", 4)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_an_attention_is_timed_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def spied(attention: Any, *arguments: Any) -> Any:
+        called.append(attention.name)
+        return state_module.attend(attention, *arguments)
+
+    monkeypatch.setattr(benchmarking, "attend", spied)
+    calls = benchmarking._attention_calls(16, 2, 32, torch.device("cpu"), torch.float32)
+    assert {name.removesuffix("s") for name in calls} == COMPUTING
+    for name, call in calls.items():
+        called.clear()
+        assert call().shape == (2, 256, 4, 8)
+        assert called == [name.removesuffix("s")]
+
+
+@pytest.mark.usefixtures("narrow")
+def test_layers(tmp_path: Path) -> None:
+    results = layer(tokens=[256], block_size=16, **QUICK)
+    check_saved(results, tmp_path)
+    assert all(row["peak_bytes"] >= 2 * 256 * 32 * 4 for row in results["rows"]), "the result at least"
+    phases = layer_phases(128).values()
+    assert {phase.attention.name for phase in phases} == COMPUTING
+    assert {phase.block_order for phase in phases if phase.attention.name == "block"} == {*BLOCK_ORDERS} - {"sequence"}
+    with pytest.raises(ElfattError, match="tokens=1000"):
+        layer(tokens=[1000], **QUICK)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of an order is that of a denoising step: permutations are drawn within what is timed."""
+    drawn: list[str] = []
+    original = LayerCall.begin
+    monkeypatch.setattr(LayerCall, "begin", lambda self, *args: (drawn.append("x"), original(self, *args))[1])
+    rows = layer(tokens=[64], block_size=16, repeats=2, memory=False, device="cpu")["rows"]
+    assert len(drawn) == 3 * len(layer_phases(16))  # a warm-up and two rounds
+    assert {row["peak_bytes"] for row in rows} == {None}
+
+
+@pytest.mark.usefixtures("narrow")
+@pytest.mark.filterwarnings("ignore:elfatt-sd. 256 tokens, layer")
+def test_layers_that_would_take_too_long_are_left_out() -> None:
+    with pytest.warns(UserWarning, match=r"256 tokens, attention: softmax, .* left out.* than max_seconds=1e-09"):
+        results = layer(tokens=[64, 256], block_size=16, max_seconds=1e-9, **QUICK)
+    assert {row["tokens"] for row in results["rows"]} == {64}
+
+
+def test_unet(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
+    """Two batches give the growth of the memory for one more image, which is two rows with guidance."""
+    results = unet(model, sizes=[64, 128], methods=methods, repeats=2, device="cpu")
+    rows = results["rows"]
+    assert [(row["size"], row["method"]) for row in rows] == [(size, it) for size in (64, 128) for it in NAMES]
+    for row in rows:
+        assert set(row["speed"]) == {"untouched", "tomesd"}
+        assert row["speed"]["untouched"]["min"] <= row["speed"]["untouched"]["max"]
+        assert sum(part["steps"] for part in row.get("parts", [{"steps": 50}])) == 50
+        floor = row["method"].startswith("floor")
+        assert (row["peak_bytes"] is row["bytes_per_picture"] is None) == floor
+        assert floor or row["bytes_per_picture"] == pytest.approx(row["peak_bytes"], rel=0.1)
+    elfatt, fast = rows[3:5]
+    assert (elfatt["floor"]["name"], fast["floor"]["name"]) == ("floor", "floor of 2 levels")
+    assert elfatt["rounds"] == 2
+    assert results["settings"]["variants"]["elfatt/0"]["config"]["phases"][0]["attention"] == "elfatt"
+    assert results["machine"]["cpu_cores"] == os.cpu_count()
+    figure = plot(results)
+    assert "median over the rounds" in figure.get_supxlabel()
+    assert results["machine"]["device"] in figure.get_suptitle()
+    check_saved(results, tmp_path)
+    # At the greatest size the untouched call is the first that does not fit: the others are shown all the same.
+    group = results["groups"][1]
+    group["lost"].append("untouched")
+    group["times"]["untouched"].clear()
+    results["rows"] = make_rows(results)
+    check_saved(results, tmp_path)
+    assert [row["size"] for row in results["rows"] if row["method"] == "untouched"] == [64]
+
+
+@pytest.mark.parametrize("kept", ["matching", "difference"])
+def test_what_calls_keep_is_timed_beside_calls_that_make_it(
+    kept: str, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every timed call of the first kind matches, or measures, in each of three layers; of the second kind, none."""
+    from elfatt_sd.attention import merging
+
+    monkeypatch.setattr(record, "QUICK", 0.0)
+    made: list[int] = []
+    match, correct = merging.most_similar, LayerCall.correct
+
+    def corrected(state: LayerCall, own: Any, exact: Any) -> Tensor:
+        return correct(state, own, lambda rows: (made.append(math.prod(state.grid)), exact(rows))[1])
+
+    def matched(metric: Tensor, *rest: Any) -> Any:
+        made.append(metric.shape[1])
+        return match(metric, *rest)
+
+    monkeypatch.setattr(merging, "most_similar", matched)
+    monkeypatch.setattr(LayerCall, "correct", corrected)
+    config, steps = varied("tome", reuse_steps=2), [25, 25]
+    if kept == "difference":
+        config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=5),))
+        steps = [10, 40]
+    results = unet(model, sizes=[128], methods=[config], repeats=4, device="cpu", memory=[])
+    assert made.count(16 * 16) == 3 + 3 * 4, "the warm-up of calls that use it, and every call that makes it"
+    row = next(row for row in results["rows"] if row["method"] == config.method)
+    assert [part["steps"] for part in row["parts"]] == steps
+    assert row["peak_bytes"] is None
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_autotuned_variants_are_timed_beside_the_others(
+    pays: bool, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are decided on at the size that is timed, also where others are warmed up small; patched where it pays."""
+    decided: set[int] = set()
+    calls = {"patched": 0}
+
+    def decide(tuner: Tuner, state: LayerCall, phase: Phase, sample: torch.Tensor) -> bool:
+        decided.add(sample.shape[-1])
+        return pays
+
+    def counting(*args: Any, **options: Any) -> torch.Tensor:
+        calls["patched"] += 1
+        return original(*args, **options)
+
+    original = sampled.sampled_attention
+    monkeypatch.setattr(sampled, "sampled_attention", counting)
+    monkeypatch.setattr(Tuner, "pays", decide)
+    monkeypatch.setattr(record, "QUICK", 0.0)
+    found = []
+    for autotune in (False, True):
+        calls["patched"] = 0
+        config = varied("sampled", block_size=16)
+        results = unet(model, sizes=[128], methods=[config], autotune=autotune, memory=[], **QUICK)
+        found.append(([row["method"] for row in results["rows"]], calls["patched"]))
+    (plain, before), (both, after) = found
+    assert both == [*plain, f"{config.method}, autotuned"]
+    assert decided == {model.inputs(128, 1)["sample"].shape[-1]}
+    assert (after > before) == pays and (after == before) != pays
+
+
+def test_compiled_variants_are_timed_beside_the_others(
+    model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[set[int]] = []
+
+    def compile(unet: Any, dynamic: bool) -> Any:
+        number = len(ran)
+        ran.append(set())
+        return lambda *args, **options: (ran[number].add(id(unet)), unet(*args, **options))[1]
+
+    monkeypatch.setattr(torch, "compile", compile)
+    results = unet(model, sizes=[64], methods=methods[2:], compile=True, memory=[], **QUICK)
+    plain = ["untouched", "fast", "floor of 2 levels"]
+    assert [row["method"] for row in results["rows"]] == plain + [f"{name}, compiled" for name in plain]
+    assert len(ran) == len(set.union(*ran)) == 3, "each compiles and runs a copy of its own"
+    last = results["rows"][-2]
+    assert set(last["speed"]) == {"untouched", "untouched, compiled"}
+    assert last["floor"]["name"] == "floor of 2 levels, compiled"
+    assert "One round." in plot(results).get_supxlabel()
+
+
+def test_what_is_kept_for_later_steps_counts(model: Model, cpu: torch.device) -> None:
+    """Also where the calls that were timed have kept it already, which a further call then only uses."""
+    variant = Variant("patch", PatchConfig("kept", (Phase(1.0, "sampled", block_size=16, residual_steps=2),)))
+    unit = variant.install(copy_structure(model.unet))
+    call = unet_call(unit, model.inputs(256, 2))
+    call()
+    peak, used = _peak(unit, call, variant, cpu), peak_memory(call, cpu)
+    states = patched_layers(unit)[0].patch.latest.states.values()
+    kept = sum(kept.values.nbytes for state in states for kept in state.residuals.values())
+    assert peak is not None and used is not None
+    assert kept > 0
+    assert peak - used > 0.8 * kept
+
+
+def test_what_does_not_fit_costs_its_own_rows_only(
+    model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method with such a phase has no row; the table names it."""
+    tried: list[int] = []
+
+    def make_call(unet: Any, inputs: Any) -> Any:
+        call = unet_call(unet, inputs)
+        states = [module.elfatt_state for module in unet.modules() if hasattr(module, "elfatt_state")]
+        if not states or states[0].patch.config.phases[0].attention.name != "elfatt":
+            return call
+
+        def fail() -> None:
+            tried.append(0)
+            raise torch.OutOfMemoryError("out of memory")
+
+        return fail
+
+    monkeypatch.setattr(benchmarking, "unet_call", make_call)
+    monkeypatch.setattr(benchmarking, "_warm_up", lambda units, variants, calls, small: calls)
+    results = unet(model, sizes=[64], methods=methods, repeats=3, device="cpu")
+    assert len(tried) == 1
+    assert {row["method"]: row["rounds"] for row in results["rows"]} == dict.fromkeys({*NAMES} - {"elfatt"}, 3)
+    assert "Did not fit into memory (64 pixels, batch 2): elfatt/0." in markdown(results)
+
+
+def test_a_transformer_is_timed_like_a_unet(flux: Model) -> None:
+    found: Any = unet(flux, sizes=("96x64",), repeats=1, memory=(1,), batch=1, device="cpu")
+    rows = {row["method"]: row for row in found["rows"]}
+    assert {"untouched", "agent", "elfatt", "elfatt-fast", "elfatt-quality"} <= set(rows)
+    assert not {"tome", "tomesd"} & set(rows), "nothing is merged where positions are rotary"
+    assert {row["size"] for row in rows.values()} == {"96x64"}
+    ids = flux.inputs("96x64", 1)["img_ids"]
+    assert [int(ids[:, axis].max()) + 1 for axis in (1, 2)] == [4, 6], "rows, columns: the width is said first"
+    inputs, work = flux.inputs(64, 1), {}
+    for kind in ("untouched", FLOOR):
+        call = unet_call(Variant(kind, PatchConfig("all")).install(copy_structure(flux.unet)), inputs)
+        with Work() as work[kind]:
+            call()
+    assert (work["untouched"].calls, work[FLOOR].calls) == (2, 0), "the floor attends to nothing"
+    with pytest.raises(ElfattError, match="rotary positions"):
+        unet(flux, sizes=(64,), methods=["tome"], repeats=1, device="cpu")
+    with pytest.raises(ElfattError, match=r"model='flux' has no pipeline here"):
+        make_pipeline("flux", torch.device("cpu"), torch.float32, 1)
+
+
+def processors(unet: Any) -> dict[str, str]:
+    modules = unet.named_modules()
+    return {name: type(module.processor).__name__ for name, module in modules if isinstance(module, Attention)}
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_pipeline_with_random_weights(
+    name: str, small_shapes: None, methods: list[PatchConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: dict[int, set[str]] = {}
+    weights: set[int] = set()
+    original = benchmarking._run
+
+    def run(pipe: Any, *args: Any) -> Any:
+        kinds = {type(module).__name__ for module in pipe.unet.modules()} | set(processors(pipe.unet).values())
+        ran[id(pipe.unet)] = kinds & {"ToMeBlock", ElfattProcessor.__name__}
+        weights.add(id(pipe.unet.conv_in.weight))  # which all copies share
+        return original(pipe, *args)
+
+    monkeypatch.setattr(benchmarking, "_run", run)
+    results = pipeline(name, sizes=[64], methods=methods, steps=5, **QUICK)
+    assert sorted(map(sorted, ran.values())) == [[], [], [], *[[ElfattProcessor.__name__]] * 3, ["ToMeBlock"]]
+    assert len(weights) == 1
+    assert [row["method"] for row in results["rows"]] == NAMES
+    assert results["settings"]["steps"] == 5
+    peaks = {row["method"]: row["peak_bytes"] for row in results["rows"]}
+    assert peaks.pop("floor") is peaks.pop("floor of 2 levels") is None
+    assert all(peak > 64 * 64 * 3 * 4 for peak in peaks.values()), "the image at least"
+    check_saved(results, tmp_path)
+
+
+def test_what_is_no_image_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = SimpleNamespace(images=torch.full((1, 3, 8, 8), torch.nan))
+    monkeypatch.setattr(benchmarking, "_run", lambda *_: output)
+    with pytest.warns(UserWarning, match="elfatt-sd: tome: the image is not finite"):
+        benchmarking._look("tome", None, {}, 64, 2)
+
+
+def test_a_transformer_is_timed_at_its_own_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration does not name one; the pipeline does."""
+    pipe = tiny_transformers.flux(folder)
+    pipe.default_sample_size = 8
+    pipe.vae.register_to_config(shift_factor=0.0)
+    monkeypatch.setattr(benchmarking, "make_pipeline", lambda *_: (pipe, {"prompt": ["a red circle"]}))
+    results = pipeline("x", steps=5, **QUICK)
+    sizes = {row["method"]: row["size"] for row in results["rows"]}
+    assert {"untouched", "elfatt-fast", "floor"} <= set(sizes), "as they are on transformers, where one level is all"
+    assert not {"tome", "tomesd", "floor of 2 levels"} & set(sizes)
+    assert set(sizes.values()) == {8 * pipe.vae_scale_factor}
+
+
+@pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
+def test_twins_have_their_own_second_transformer() -> None:
+    """Wan 2.2 has two, which take turns: both are patched or left out, and those of the pipeline are as before."""
+    pipe, _ = tiny_transformers.wan(second=True)
+    config = PatchConfig("spread", (Phase(1.0, "cell_spread", block_size=8),))
+    for variant in (Variant("patch", config), Variant(FLOOR, config)):
+        other = twin(pipe, variant)
+        for part in ("transformer", "transformer_2"):
+            own, original = ([block.attn1.processor for block in getattr(each, part).blocks] for each in (other, pipe))
+            assert all(isinstance(processor, JointProcessor) for processor in own), variant.kind
+            assert not any(isinstance(processor, JointProcessor) for processor in original)

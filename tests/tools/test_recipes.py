@@ -1,0 +1,253 @@
+"""The recipes of the embedded pipelines: tiny runs to pipelines that draw, the same after a kill, and their parts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from diffusers import FluxPipeline, StableDiffusionPipeline, UNet2DConditionModel
+from safetensors.torch import load_file
+from support.checks import check_killed_run, check_same
+
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.toy import TOY
+from elfatt_sd.toy.renderer import ATTRIBUTES, CLASS_PROMPTS, sample_parameters
+from tools.toy import export, growing, models, quality, recipe, training
+from tools.toy_dit import card, denoiser
+from tools.toy_dit import export as dit_export
+from tools.toy_dit import models as dit_models
+from tools.toy_dit import recipe as dit_recipe
+
+TINY = ["--config", "tiny", "--device", "cpu"]
+PROMPT = "a red star on a striped blue background"
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    files = sorted([*out.glob("pipeline/*/*.safetensors"), *out.glob("weights-classifier/*.safetensors")])
+    return {f"{path.parent.name}.{name}": value for path in files for name, value in load_file(path).items()}
+
+
+RECIPES = {
+    "toy": (recipe, export, "layout.pt", StableDiffusionPipeline, 64),
+    "toy-dit": (dit_recipe, dit_export, "outline.pt", FluxPipeline, 8 * dit_models.TINY.grid),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a recipe's tiny run."""
+
+    @functools.cache
+    def run(name: str) -> Path:
+        out = tmp_path_factory.mktemp(name)
+        RECIPES[name][0].main(["--out", str(out), *TINY])
+        return out
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def pipeline(trained: Callable[[str], Path]) -> Any:
+    pipe: Any = FluxPipeline.from_pretrained(trained("toy-dit") / "pipeline")
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_tiny_run_exports_a_pipeline_that_draws(
+    name: str, trained: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished run is not run again."""
+    own, exported, _, kind, side = RECIPES[name]
+    out = trained(name)
+    pipe = kind.from_pretrained(out / "pipeline")
+    pipe.set_progress_bar_config(disable=True)
+    image = pipe(PROMPT, height=side, width=side, num_inference_steps=2, output_type="np").images
+    assert image.shape == (1, side, side, 3)
+    before = weights(out)
+    assert {value.dtype for value in before.values()} == {torch.float16}
+    assert list(exported.load_record(out / "pipeline")["stages"]) == list(own.STAGES)
+    assert "| finish | " in (out / "pipeline" / "README.md").read_text()
+    monkeypatch.setattr(training, "_steps", lambda *_: pytest.fail("trained again"))
+    own.main(["--out", str(out), *TINY])
+    check_same(before, weights(out))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_killed_run_goes_on_to_the_same_weights(name: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
+    """Killed without warning in a later stage, after its first checkpoints."""
+    own, _, checkpoint, _, _ = RECIPES[name]
+    check_killed_run(own.__name__, own.main, TINY, tmp_path, checkpoint)
+    check_same(weights(trained(name)), weights(tmp_path))
+
+
+def test_training_of_the_weights_in_the_package_can_go_on(tmp_path):
+    """What only training needs lies in the tools, not beside these weights."""
+    workshop = recipe.Workshop(recipe.full_recipe(1), tmp_path, 0, torch.device("cpu"))
+    workshop.load(TOY)
+    assert {"vae", "classifier", "finish"} <= workshop.records.keys()
+    with pytest.raises(ElfattError, match="0 safetensors files"):
+        export.load_half(torch.nn.Linear(1, 1), tmp_path)
+
+
+def test_the_inner_levels_are_those_of_the_unet():
+    """Fed with what the outer level hands down, they hand up what the outer level gets."""
+    torch.manual_seed(0)
+    unet: UNet2DConditionModel = models.build("unet", models.TINY).eval()
+    seen = {}
+    unet.down_blocks[0].downsamplers[0].register_forward_hook(lambda _m, _i, out: seen.update(down=out))
+    unet.up_blocks[2].upsamplers[0].register_forward_hook(lambda _m, args, _o: seen.update(up=args[0]))
+    noisy, context = torch.randn(2, 4, 16, 16), torch.randn(2, 7, models.TINY.text)
+    timesteps = torch.tensor([3, 700])
+    with torch.no_grad():
+        unet(noisy, timesteps, context)
+        inner = growing.inner_levels(unet, seen["down"], timesteps, context, 1)
+    torch.testing.assert_close(inner, seen["up"])
+
+
+def test_training_attention_is_exact_without_a_limit():
+    torch.manual_seed(0)
+    unet = models.build("unet", models.TINY).eval()
+    inputs = torch.randn(2, 4, 16, 16), torch.tensor([3, 700]), torch.randn(2, 7, models.TINY.text)
+    with torch.no_grad():
+        expected = unet(*inputs).sample
+        growing.train_with(unet, None)
+        torch.testing.assert_close(unet(*inputs).sample, expected, rtol=1e-4, atol=1e-5)
+        growing.train_with(unet, 4)
+        assert not torch.allclose(unet(*inputs).sample, expected, atol=1e-4)
+
+
+def test_the_object_weighs_more_than_the_rest():
+    _, geometry = sample_parameters(4, torch.Generator().manual_seed(0))
+    weights = recipe.object_weights(geometry, 64)
+    torch.testing.assert_close(weights.mean((1, 2, 3)), torch.ones(4))
+    for weight, (x, y, radius, *_) in zip(weights[:, 0], geometry.tolist(), strict=True):
+        centre, edge = weight[int(64 * y), int(64 * x)], weight[int(64 * y), int(64 * (x + 1.4 * radius))]
+        assert abs(centre / edge - recipe.OBJECT_WEIGHT) < 1e-5
+
+
+def test_a_checkpoint_is_old_or_new_but_never_broken(tmp_path, monkeypatch):
+    path = tmp_path / "state.pt"
+    training.save({"step": 1}, path)
+
+    def fail(state, target):
+        target.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(KeyboardInterrupt):
+        training.save({"step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+
+
+def test_a_measurement_goes_on_and_says_how_many_images_it_has(pipeline, tmp_path, monkeypatch):
+    side, made = 8 * dit_models.TINY.grid, []
+    call = type(pipeline).__call__
+
+    def small(pipe, prompts, **settings):
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        made.append(prompts)
+        return call(pipe, prompts, height=side, width=side, **settings)
+
+    monkeypatch.setattr(type(pipeline), "__call__", small)
+    figures, images = quality.measure(pipeline, 5, 1, 1.0, 0, 1, tmp_path, reference=64)
+    assert (figures["count"], figures["asked"], len(images)) == (3, 5, 3)
+    assert "The first 3 images of 5" in card.describe_quality(figures)
+    made.clear()
+    figures, more = quality.measure(pipeline, 5, 1, 1.0, 0, 1, tmp_path, reference=64)
+    assert (figures["count"], len(made)) == (5, 2)
+    assert torch.equal(more[:3], images)
+    assert "5 images of 1 steps" in card.describe_quality(figures)
+
+
+def test_every_word_is_one_token_and_all_wordings_leave_room(tmp_path):
+    dit_models.save_tokenizer(tmp_path)
+    tokenizer = transformers.T5TokenizerFast.from_pretrained(tmp_path)
+    for prompt in CLASS_PROMPTS[::97]:
+        ids = tokenizer(prompt).input_ids
+        assert len(ids) == len(prompt.split()) + 1
+        assert tokenizer.decode(ids, skip_special_tokens=True) == prompt
+    unknown = dit_models.PIECES.index(dit_models.UNKNOWN)
+    assert unknown in tokenizer("a walrus").input_ids
+    assert len(tokenizer) == len(dit_models.PIECES)
+    texts = [text for labels in itertools.product(*ATTRIBUTES.values()) for text in recipe.wordings(*labels)]
+    assert not any(unknown in row for row in tokenizer(texts[:200]).input_ids)
+    longest = max(map(len, tokenizer([max(texts, key=lambda text: len(text.split()))]).input_ids))
+    assert longest + dit_models.FULL.layers * dit_models.REACH < denoiser.SLOTS
+
+
+def test_padding_changes_no_prompt_token_and_is_constant(pipeline):
+    ids = pipeline.tokenizer_2([PROMPT], padding="max_length", max_length=512, return_tensors="pt").input_ids
+    encoder, length = pipeline.text_encoder_2, int((ids != 0).sum())
+    with torch.no_grad():
+        long, short = encoder(ids)[0], encoder(ids[:, :length])[0]
+    torch.testing.assert_close(long[:, :length], short)
+    reach = length + dit_models.TINY.layers * dit_models.REACH
+    torch.testing.assert_close(long[:, reach:], long[:, -1:].expand_as(long[:, reach:]))
+
+
+@pytest.mark.parametrize("length", [denoiser.SLOTS, 512])
+def test_one_padding_token_stands_for_all_in_training(pipeline, length):
+    """Training attention equals that of the pipeline on all its text tokens."""
+    trainer, grid = denoiser.Denoiser(dit_models.TINY).eval(), dit_models.TINY.grid
+    for name in dit_export.PARTS:
+        getattr(trainer, name).load_state_dict(getattr(pipeline, name).state_dict())
+    context, pooled, text_ids = pipeline.encode_prompt(PROMPT, prompt_2=None, max_sequence_length=length)
+    latents, times = (
+        torch.randn(1, 4, 2 * grid, 2 * grid, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([0.6]),
+    )
+    tokens = pipeline.tokenizer_2([PROMPT], padding="max_length", max_length=denoiser.SLOTS, return_tensors="pt")
+    clip_tokens = pipeline.tokenizer([PROMPT], padding="max_length", return_tensors="pt").input_ids
+    with torch.no_grad():
+        expected = pipeline.transformer(
+            denoiser.pack(latents), context, pooled, times, denoiser.positions(grid, grid), text_ids, return_dict=False
+        )[0]
+        found = trainer(latents, times, tokens.input_ids, clip_tokens, length - denoiser.SLOTS)
+    assert expected.std() > 1e-3
+    torch.testing.assert_close(found, denoiser.unpack(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_latents_are_packed_and_placed_as_the_pipeline_does():
+    """Positions of a coarse grid are the centres of its cells."""
+    latents = torch.randn(2, 4, 6, 6)
+    packed = FluxPipeline._pack_latents(latents, 2, 4, 6, 6)
+    assert torch.equal(denoiser.pack(latents), packed)
+    assert torch.equal(denoiser.unpack(packed), latents)
+    fine = FluxPipeline._prepare_latent_image_ids(1, 8, 8, torch.device("cpu"), torch.float32)
+    assert torch.equal(denoiser.positions(8, 8), fine)
+    coarse = fine.view(2, 4, 2, 4, 3).mean((1, 3)).view(4, 3)
+    torch.testing.assert_close(denoiser.positions(2, 8), coarse)
+
+
+def test_coarse_grids_have_all_text_and_share_the_image():
+    grids = denoiser.coarse_grids(3, 8, 4, torch.Generator().manual_seed(0))
+    assert grids.shape == (4, 3 + 16)
+    assert grids[:, :3].tolist() == [[0, 1, 2]] * 4
+    assert sorted(grids[:, 3:].flatten().tolist()) == list(range(3, 67))
+    rows = (grids[:, 3:] - 3) // 8
+    assert all(len(set(row.tolist())) == 4 for row in rows)
+
+
+@pytest.mark.parametrize("most", [1, 100])
+def test_a_bias_counts_a_key_several_times(monkeypatch, most):
+    monkeypatch.setattr(denoiser, "MATRIX_KEYS", most)
+    query, key, value = torch.randn(3, 2, 5, 4, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    counts = torch.tensor([1, 3, 1, 7, 2])
+    many = [x.repeat_interleave(counts, 1) for x in (key, value)]
+    found = denoiser.attend(query, key, value, counts.log())
+    torch.testing.assert_close(found, denoiser.attend(query, *many, None))
+
+
+def test_a_time_means_the_same_noise_on_all_grids():
+    """Averaged over 4x4 tokens, noise is a quarter as large."""
+    times = torch.tensor([0.1, 0.5, 0.9])
+    coarse = dit_recipe.shift(times, 1 / 4)
+    torch.testing.assert_close(coarse / (1 - coarse), times / (1 - times) / 4)
