@@ -35,12 +35,10 @@ class TrialLayer:
         self.context: Keys | None = None
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v."""
         source = tokens if keys is None else tokens.index_select(1, keys)
         return self.queries(tokens), self._split(source, 1), self._split(source, 2)
 
     def queries(self, tokens: Tensor) -> Tensor:
-        """Return q."""
         return self._split(tokens, 0)
 
     def merged(self, ratio: float) -> Tensor:
@@ -94,7 +92,6 @@ def _check(attention: Attention) -> None:
 
 
 def check_result(attention: Attention, result: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Check what `attend` returned."""
     if not isinstance(result, Tensor):
         raise broken(attention, f"returns {type(result).__name__}; return a tensor")
     if tuple(result.shape) != shape:
@@ -124,7 +121,6 @@ def broken(attention: Attention, rule: str) -> ElfattError:
 
 
 def _random_states() -> tuple[object, ...]:
-    """Return the states of the global generators of PyTorch, Python and NumPy."""
     name, keys, *rest = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest
 
@@ -134,8 +130,7 @@ def _attend(attention: Attention, grid: Grid, tokens: Tensor) -> Tensor:
         prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("cpu")))
     if not (prepared is None or isinstance(prepared, Prepared)):
         raise broken(attention, f"prepares {type(prepared).__name__}; return a Prepared, or None")
-    order = None if prepared is None else prepared.order
-    ordered = tokens if order is None else tokens.index_select(1, order)
+    ordered = tokens if prepared is None or prepared.order is None else tokens.index_select(1, prepared.order)
     with raises_in_one_line(attention, "attend"), torch.no_grad():
         return attention.attend(TrialLayer(tokens), ordered, prepared)
 
