@@ -195,7 +195,9 @@ def _far(q: Tensor, k: Tensor, v: Tensor, cells: int, groups: int, weighted: boo
     batch, tokens, heads, size = q.shape
     places, larger = tokens // cells, tokens % cells
     keys = places // groups * cells
-    bias = _far_bias(keys, cells, places, larger if weighted else 0, q)
+    cell = torch.arange(keys, device=q.device) % cells
+    more = (cell < (larger if weighted else 0)).to(q.dtype) * math.log1p(1 / places)  # of larger cells
+    bias = more.expand(keys, -1).masked_fill(cell[:, None] == cell, excluded(q.dtype))[None, None]  # no own cell
     as_groups = (batch * groups, keys, heads, size)
     matrix = [x[:, : places * cells].reshape(as_groups) for x in (q, k, v)]
     part = attend(*matrix, bias=bias).view((batch, places * cells, heads, size))
@@ -203,13 +205,6 @@ def _far(q: Tensor, k: Tensor, v: Tensor, cells: int, groups: int, weighted: boo
         left = attend(q[:, places * cells :], k[:, :keys], v[:, :keys], bias=bias[:, :, :larger])
         part = _concatenated(part, left)
     return part.weighted(math.log(groups)) if weighted else part
-
-
-def _far_bias(keys: int, cells: int, places: int, larger: int, like: Tensor) -> Tensor:
-    """Exclude the own cell `[1, 1, keys, keys]`; each token of a larger cell stands for more."""
-    cell = torch.arange(keys, device=like.device) % cells
-    weight = (cell < larger).to(like.dtype) * math.log1p(1 / places)
-    return weight.expand(keys, -1).masked_fill(cell[:, None] == cell, excluded(like.dtype))[None, None]
 
 
 def _concatenated(first: Part, second: Part) -> Part:

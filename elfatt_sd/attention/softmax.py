@@ -149,18 +149,9 @@ def elfatt_attention(
 ) -> Tensor:
     """ELFATT-SD: one part of the heads or channels attends through agents, the other inside blocks.
 
-    Args:
-        q: queries `[batch, tokens, heads, head_dim]`.
-        k: keys, shaped as the queries.
-        v: values, shaped as the queries.
-        agents: number of agents pooled from the queries, or the agents `[batch, agents, heads, head_dim]`.
-        block_size: wanted tokens in a block.
-        agent_share: fraction of the heads or channels that attend through agents.
-        split: `heads` (eq. lepe2sd), `channels` of every head (eq. lepe1sd; each part is scaled by its own size), or
-            `auto`: heads where that fraction of them is a whole number.
-        query_scale: see `agent_attention`.
-        value_shortcut: see `agent_attention`.
-        **kernel: see `block_attention`.
+    `agents` is their number, pooled from the queries, or themselves; `agent_share` the fraction of the heads or of the
+    channels that attend through them. `split` is `heads` (eq. lepe2sd), `channels` of every head (eq. lepe1sd, where
+    each part is scaled by its own size), or `auto`: heads where that fraction of them is a whole number.
     """
     heads, head_dim = q.shape[2:]
     if split == "auto":
