@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.attention.ordering import partition
-from elfatt_sd.attention.softmax import Part, attend, equal_parts, excluded, key_bias, pool_agents
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.attention.softmax import Part, attend, equal_parts, excluded, in_groups, key_bias, pool_agents
 
 
 class Keys(NamedTuple):
@@ -35,15 +34,7 @@ class Keys(NamedTuple):
 
 
 def exact_attention(q: Tensor, parts: Sequence[Keys]) -> Tensor:
-    """Attend to several segments of keys as if they were one sequence, without joining them in memory.
-
-    Args:
-        q: queries, those of the context for instance.
-        parts: at least one; they have keys that count.
-
-    Returns:
-        As the queries.
-    """
+    """Attend to several segments of keys as if they were one sequence, without joining them in memory."""
     return functools.reduce(Part.joined, (_seen(q, part) for part in parts)).mixed
 
 
@@ -58,26 +49,12 @@ def sampled_joint_attention(
 ) -> Tensor:
     """Attend to a sample of the image and to the whole context: `softmax(q_n [K_g + log w; K_T]^T) [V_g; V_T]`.
 
-    The group of query n is `g = n mod groups`; `ordering.lattice_order` spreads each over the grid. Only the sampled
-    tokens' keys and values are needed (`ordering.stratified_samples`), as long as no context queries need the others.
-
-    Args:
-        q: image queries.
-        k: sampled keys `[B, samples * groups, H, D]`; those of group g are at g, g + groups, ...
-        v: values, shaped as the keys.
-        groups: divides the keys.
-        stands_for: tokens that a sampled key stands for (w), `N / samples`; 1 gives it no weight.
-        context: exact keys.
-
-    Returns:
-        As the queries.
+    Queries and sampled keys are as for `softmax.sampled_attention`. Only the sampled tokens' keys and values are needed
+    (`ordering.stratified_samples`), as long as no context queries need the others. `stands_for` is the number of tokens
+    that a sampled key stands for (w), `N / samples`; 1 gives it no weight.
     """
-    batch, tokens, heads, size = q.shape
-    missing = -tokens % groups
-    padded = functional.pad(q, (0, 0, 0, 0, 0, missing)) if missing else q
-    grouped = (batch, -1, groups * heads, size)  # groups are heads of their own
-    sampled = attend(*(x.reshape(grouped) for x in (padded, k, v))).view(padded.shape)
-    image = Part(sampled.mixed[:, :tokens], sampled.total[:, :tokens])
+    own = attend(*in_groups(q, k, v, groups)).view((q.shape[0], -1, *q.shape[2:]))
+    image = Part(own.mixed[:, : q.shape[1]], own.total[:, : q.shape[1]])
     return _with_context(q, image.weighted(math.log(stands_for)), context)
 
 
@@ -94,24 +71,9 @@ def cell_joint_attention(
 ) -> Tensor:
     """Attend to the own cell, to the own group's tokens of all other cells, and to the whole context.
 
-    A token of another cell of n tokens, of which the group has s, gets the logarithm of `n / s` on its logit. With one
-    group, and with one cell, this is exact attention.
-
-    Args:
-        q: image queries in cell order.
-        k: keys, shaped as the queries.
-        v: values, shaped as the queries.
-        cells: number of cells.
-        groups: number of groups; divides `N // cells`.
-        weighted: whether sampled keys have weights.
-        context: exact keys.
-        fp32_logits: compute in float32 and round the result alone.
-
-    Returns:
-        As the queries.
-
-    Raises:
-        ElfattError: cells and groups do not fit the tokens.
+    Tokens are in cell order; the groups divide `N // cells`. Where `weighted`, a token of another cell of n tokens, of
+    which the group has s, gets the logarithm of `n / s` on its logit. With one group, and with one cell, this is exact
+    attention. With `fp32_logits`, all is computed in float32 and the result alone is rounded.
     """
     if fp32_logits:
         dtype = q.dtype
@@ -120,7 +82,6 @@ def cell_joint_attention(
         with torch.autocast(q.device.type, enabled=False):
             out = cell_joint_attention(q, k, v, cells, groups, weighted=weighted, context=context)
         return out.to(dtype)
-    _check_cells(q.shape[1], cells, groups)
     if 1 in (cells, groups):
         image = attend(q, k, v)
     else:
@@ -140,7 +101,7 @@ def elfatt_joint_attention(
     value_shortcut: float = 0.0,
     context: Keys | None = None,
 ) -> Tensor:
-    """ELFATT-SD with exact keys: the first heads attend through agents, the others inside blocks, all to the context.
+    """ELFATT-SD with exact keys: the first `agent_heads` attend through agents, the others inside blocks, all to text.
 
     An agent is the mean of a run of queries (`run_agents`). Agents have no logits that compare with those of the
     context, so the image's weight relative to it is that which the agent of the query's own run c measures:
@@ -149,19 +110,8 @@ def elfatt_joint_attention(
     log-sum-exp. The other heads see block and context unweighted: a block that stood for the image would outweigh the
     context, as near keys have the largest logits.
 
-    Args:
-        q: image queries, the tokens of a block next to each other (`ordering.block_permutation`).
-        k: keys, shaped as the queries.
-        v: values, shaped as the queries.
-        agents: number of agents.
-        block_size: wanted tokens in a block.
-        agent_heads: heads that attend through agents.
-        query_scale: scale `s2` of the queries' softmax over agents; None is the same as the first one.
-        value_shortcut: fraction of the values that is added in the heads with agents.
-        context: exact keys.
-
-    Returns:
-        As the queries.
+    The tokens of a block lie next to each other (`ordering.block_permutation`); `query_scale` and `value_shortcut` are
+    those of `softmax.agent_attention`, the latter in the heads with agents.
     """
     done = []
     for heads in (slice(0, agent_heads), slice(agent_heads, q.shape[2])):
@@ -170,8 +120,7 @@ def elfatt_joint_attention(
         qh, kh, vh = (x[:, :, heads] for x in (q, k, v))
         own = None if context is None else context._replace(k=context.k[:, :, heads], v=context.v[:, :, heads])
         if heads.start == 0 and agent_heads:
-            part = _through_agents(qh, kh, vh, agents, query_scale)
-            mixed = _with_context(qh, part, own)
+            mixed = _with_context(qh, _through_agents(qh, kh, vh, agents, query_scale), own)
             done.append(torch.add(mixed, vh, alpha=value_shortcut) if value_shortcut else mixed)
         else:
             done.append(_with_context(qh, _in_blocks(qh, kh, vh, block_size), own))
@@ -179,18 +128,11 @@ def elfatt_joint_attention(
 
 
 def run_agents(q: Tensor, agents: int) -> Tensor:
-    """Average the queries of each run of neighbours and give the mean their mean length.
+    """Average the queries of each run of neighbours, after the rotary embedding, and give the mean their mean length.
 
-    A rotary embedding turns the queries of a run apart, which makes their mean shorter, and the softmax of an agent
-    flatter than its queries' own; the length mends it, whatever the embedding's layout. Means over compact runs keep
-    what means over whole rows lose.
-
-    Args:
-        q: image queries, those of a run next to each other, after the rotary embedding.
-        agents: number of runs; with more than tokens, every token is one.
-
-    Returns:
-        Agents `[B, agents, H, D]`.
+    The embedding turns the queries of a run apart, which makes their mean shorter, and the softmax of an agent flatter
+    than its queries' own; the length mends it, whatever the embedding's layout. Means over compact runs keep what means
+    over whole rows lose.
     """
     precision = torch.promote_types(q.dtype, torch.float32)
     length = torch.linalg.vector_norm(q, dim=3, keepdim=True, dtype=precision)
@@ -209,15 +151,6 @@ def _with_context(q: Tensor, image: Part, context: Keys | None) -> Tensor:
 
 def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _check_cells(tokens: int, cells: int, groups: int) -> None:
-    if not 1 <= cells <= tokens:
-        raise ElfattError(f"cells={cells!r} is not accepted; give 1 to {tokens}, the number of tokens.")
-    if groups < 1 or tokens // cells % groups:
-        raise ElfattError(
-            f"groups={groups!r} is not accepted; give a divisor of the {tokens // cells} tokens of a cell."
-        )
 
 
 def _through_agents(q: Tensor, k: Tensor, v: Tensor, count: int, query_scale: float | None) -> Part:
@@ -262,7 +195,9 @@ def _far(q: Tensor, k: Tensor, v: Tensor, cells: int, groups: int, weighted: boo
     batch, tokens, heads, size = q.shape
     places, larger = tokens // cells, tokens % cells
     keys = places // groups * cells
-    bias = _far_bias(keys, cells, places, larger if weighted else 0, q)
+    cell = torch.arange(keys, device=q.device) % cells
+    more = (cell < (larger if weighted else 0)).to(q.dtype) * math.log1p(1 / places)  # of larger cells
+    bias = more.expand(keys, -1).masked_fill(cell[:, None] == cell, excluded(q.dtype))[None, None]  # no own cell
     as_groups = (batch * groups, keys, heads, size)
     matrix = [x[:, : places * cells].reshape(as_groups) for x in (q, k, v)]
     part = attend(*matrix, bias=bias).view((batch, places * cells, heads, size))
@@ -270,13 +205,6 @@ def _far(q: Tensor, k: Tensor, v: Tensor, cells: int, groups: int, weighted: boo
         left = attend(q[:, places * cells :], k[:, :keys], v[:, :keys], bias=bias[:, :, :larger])
         part = _concatenated(part, left)
     return part.weighted(math.log(groups)) if weighted else part
-
-
-def _far_bias(keys: int, cells: int, places: int, larger: int, like: Tensor) -> Tensor:
-    """Exclude the own cell `[1, 1, keys, keys]`; each token of a larger cell stands for more."""
-    cell = torch.arange(keys, device=like.device) % cells
-    weight = (cell < larger).to(like.dtype) * math.log1p(1 / places)
-    return weight.expand(keys, -1).masked_fill(cell[:, None] == cell, excluded(like.dtype))[None, None]
 
 
 def _concatenated(first: Part, second: Part) -> Part:

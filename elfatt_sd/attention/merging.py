@@ -80,8 +80,10 @@ class Matching:
         if x.dtype == torch.float16 and x.device.type == "cpu":
             rows = rows.float()  # on a CPU the sum before the mean is rounded to the dtype, where it can overflow
         if has_bags(x.device.type):
-            if self._members is None:
-                self._members = _members(self._rows, batch * merged)
+            if self._members is None:  # the tokens sorted by group, and the start of each group in that list
+                ordered, order = self._rows.sort()
+                starts = torch.searchsorted(ordered, _numbers(batch * merged, x.device), out_int32=True)
+                self._members = order.int(), starts
             order, starts = self._members
             means = F.embedding_bag(order, rows, starts, mode="mean")
         else:
@@ -103,39 +105,20 @@ class Matching:
         return twin
 
     def reordered(self, permutation: Tensor) -> Matching:
-        """Return the same merge with the merged sequence permuted.
-
-        Args:
-            permutation: `[B, M]`; token i of the new sequence is token `permutation[:, i]` of this one.
-        """
+        """Return the same merge with merged token `permutation[:, i]` at place i, `[B, M]`."""
         groups = inverse_permutation(permutation).gather(1, self.groups.long())
         return Matching(groups + _rows_like(permutation)[:, :1], self.positions.gather(1, permutation))
 
 
 def match_tokens(
-    metric: Tensor,
-    height: int,
-    width: int,
-    ratio: float,
-    stride: int,
-    choice: Tensor | None = None,
+    metric: Tensor, height: int, width: int, ratio: float, stride: int, choice: Tensor | None = None
 ) -> Matching | None:
     """Match the most similar tokens, as ToMe for Stable Diffusion (Bolya and Hoffman, 2023) does.
 
     One token of every `stride x stride` cell is a destination, all others are sources, those right of and below the
     last whole cell too. The `int(ratio * N)` sources that are most similar (cosine) to a destination are merged into
-    it. The merged sequence is `[sources that stay, by falling similarity, destinations]`.
-
-    Args:
-        metric: as for `find_candidates`.
-        height: as for `split_grid`.
-        width: as for `split_grid`.
-        ratio: as for `match_candidates`.
-        stride: as for `split_grid`.
-        choice: as for `split_grid`.
-
-    Returns:
-        The matching; None where nothing is to be merged, or the grid has no whole cell, or nothing but destinations.
+    it. The merged sequence is `[sources that stay, by falling similarity, destinations]`. None where nothing is to be
+    merged, or the grid has no whole cell, or nothing but destinations.
     """
     cells = (height // stride) * (width // stride)
     if int(height * width * ratio) == 0 or cells in (0, height * width):
@@ -146,13 +129,7 @@ def match_tokens(
 
 @torch.no_grad()
 def find_candidates(metric: Tensor, split: Split, backend: str = "native") -> Candidates:
-    """Find the destination that each source is most similar to: the part of ToMe that costs.
-
-    Args:
-        metric: `[B, N, C]`, what the similarity is measured on.
-        split: of its tokens.
-        backend: `triton` compares in a kernel of its own, where it takes such tensors.
-    """
+    """Find the destination that each source is most similar to in `[B, N, C]`: the part of ToMe that costs."""
     places = split.places.long()
     sources, destinations = places[: split.sources], places[split.sources :]
     if kernels.take(backend, metric):
@@ -164,15 +141,7 @@ def find_candidates(metric: Tensor, split: Split, backend: str = "native") -> Ca
 
 @torch.no_grad()
 def match_candidates(candidates: Candidates, ratio: float) -> Matching | None:
-    """Merge the most similar of the sources.
-
-    Args:
-        candidates: what `find_candidates` found.
-        ratio: fraction of the tokens that are merged away, in [0, 1); at most all sources are.
-
-    Returns:
-        The matching, or None where nothing is to be merged.
-    """
+    """Merge the most similar of the sources: this fraction of the tokens in [0, 1), at most all; None for none."""
     similarity, nearest, (places, slot, sources) = candidates
     merged_away = min(sources, int(len(slot) * ratio))
     if merged_away == 0:
@@ -189,19 +158,11 @@ def match_candidates(candidates: Candidates, ratio: float) -> Matching | None:
 def split_grid(
     height: int, width: int, stride: int, choice: Tensor | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Split a grid in sources and destinations, both in raster order.
+    """Split a grid in sources and destinations, both in raster order; see `Split.of`.
 
-    Args:
-        height: rows of the grid.
-        width: columns of the grid.
-        stride: side of a cell.
-        choice: `[..., cells]` in `[0, stride ** 2)`: which token of each cell is its destination, for the whole batch;
-            None takes the first.
-        device: where the result lies; that of the choice by default.
-
-    Returns:
-        int32 `[..., 2 N]`: the positions of the sources, those of the destinations, and the place of each token among
-        these; see `Split.of`.
+    `choice` `[..., cells]` in `[0, stride ** 2)` tells which token of each cell is its destination, for the whole
+    batch; None takes the first. The result is int32 `[..., 2 N]`: the positions of the sources, those of the
+    destinations, and the place of each token among these.
     """
     device = device if choice is None else choice.device
     tokens, rows, columns = height * width, height // stride, width // stride
@@ -218,11 +179,7 @@ def split_grid(
 
 
 def most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple[Tensor, Tensor]:
-    """Find each source's most similar destination.
-
-    Returns:
-        The cosine similarity and the index among the destinations, both `[B, sources]`.
-    """
+    """Find each source's most similar destination: the cosine similarity and the index, both `[B, sources]`."""
     # Not index_select: it copies the whole of a tensor that is not contiguous, as Stable Diffusion 1.5's here.
     keys = _normalise_(metric[:, destinations]).transpose(1, 2)
     similarity, nearest = [], []
@@ -290,12 +247,6 @@ def _normalise_(x: Tensor) -> Tensor:
     """Divide by the L2 norm, in place; a zero vector stays zero."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x.div_(norm.clamp_min(torch.finfo(x.dtype).tiny))
-
-
-def _members(rows: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens sorted by group, and the start of each group in that list."""
-    ordered, order = rows.sort()
-    return order.int(), torch.searchsorted(ordered, _numbers(groups, rows.device), out_int32=True)
 
 
 def _rows_like(positions: Tensor) -> Tensor:

@@ -46,15 +46,7 @@ NO_GRID = Grid(0, 0, 0)  # where it is not known
 
 
 def partition(tokens: int, block_size: int) -> tuple[int, int, int]:
-    """Cut a sequence in blocks of nearly equal size, none dropped.
-
-    Args:
-        tokens: length of the sequence.
-        block_size: wanted tokens in a block.
-
-    Returns:
-        The number of blocks, their base size, and how many (the first ones) have one token more.
-    """
+    """Cut a sequence in nearly equal blocks: their number, base size, and how many (the first) have one token more."""
     blocks = max(1, round(tokens / block_size))
     base, larger = tokens // blocks, tokens % blocks  # not divmod, which torch.compile does not trace
     return blocks, base, larger
@@ -68,28 +60,17 @@ def cell_blocks(tokens: int, block_size: int) -> int:
 
 
 def sample_counts(tokens: int, samples: int, groups: int) -> tuple[int, int]:
-    """Return how many keys each query sees, and the number of groups.
-
-    Args:
-        tokens: of the grid.
-        samples: wanted keys for each query.
-        groups: wanted groups; together they use no token twice as a key.
-    """
+    """Return how many keys each query sees, and the number of groups; together they use no token twice as a key."""
     samples = min(samples, tokens)
     return samples, min(groups, tokens // samples)
 
 
 @functools.lru_cache(maxsize=256)
 def cell_counts(tokens: int, cell: int, keys: int) -> tuple[int, int]:
-    """Return the number of cells and of groups that come closest to what is wanted.
+    """Return the number of cells and of groups that come closest to the wanted tokens in a cell and in a group.
 
-    Cells that divide the tokens are preferred, for they need no copy.
-
-    Args:
-        tokens: of the grid.
-        cell: wanted tokens in a cell.
-        keys: wanted tokens in a group; it has at least one of every cell, so that this times `cell` is at least
-            `tokens`.
+    Cells that divide the tokens are preferred, for they need no copy. A group has at least one token of every cell, so
+    that `keys * cell` is at least `tokens`.
     """
 
     def badness(counts: tuple[int, int]) -> float:
@@ -106,23 +87,12 @@ def cell_counts(tokens: int, cell: int, keys: int) -> tuple[int, int]:
 def block_permutation(
     order: str, grid: Grid, block_size: int, *, noise: Tensor | None = None, device: torch.device | str = "cpu"
 ) -> Tensor | None:
-    """Return the tokens of a grid in block order.
+    """Return the positions `[tokens]` of a grid in block order; None where the tokens stay as they are.
 
-    Args:
-        order: `sequence` and `raster` (as they are), `windows` (compact boxes), `curve` (Hilbert curve; several frames
-            at a time), `strided` (each run of as many tokens as there are blocks gives one token to every block, in
-            turn), or `spread` (a stratified random sample: each compact cell of that many tokens gives one to every
-            block, at random).
-        grid: of the tokens.
-        block_size: wanted tokens in a block.
-        noise: uniform random numbers `[tokens]` on the device, used by `spread`.
-        device: where the result lies.
-
-    Returns:
-        Positions `[tokens]`, int64; None where the tokens stay as they are.
-
-    Raises:
-        ElfattError: the order is not known, or `spread` got no noise of the right length.
+    Orders are `sequence` and `raster` (as they are), `windows` (compact boxes), `curve` (Hilbert curve; several frames
+    at a time), `strided` (each run of as many tokens as there are blocks gives one token to every block, in turn), and
+    `spread` (a stratified random sample: each compact cell of that many tokens gives one to every block, by `noise`,
+    uniform random numbers `[tokens]` on the device).
     """
     if order not in BLOCK_ORDERS:
         raise ElfattError(f"block_order={order!r} is not known; accepted: {', '.join(BLOCK_ORDERS)}.")
@@ -130,10 +100,8 @@ def block_permutation(
         return None
     device = torch.device(device)
     if order != "spread":
-        return _static_on(order, grid, block_size, device).clone()
-    if noise is None or noise.shape != (grid.tokens,):
-        given = None if noise is None else list(noise.shape)
-        raise ElfattError(f"block_order='spread' got noise of shape {given}; give one of shape [{grid.tokens}].")
+        return _static(order, grid, block_size, device).clone()
+    assert noise is not None
     blocks, base, larger = partition(grid.tokens, block_size)
     cells = compact_path(grid, blocks, device)
     whole, rest = cells[: blocks * base].view(base, blocks), cells[blocks * base :]
@@ -148,23 +116,16 @@ def compact_path(grid: Grid, cell: int, device: torch.device, *, rolled: bool = 
     A run is as cubic as possible, over at most about `MOST_FRAMES` frames. With `rolled`, tokens that are spaced
     evenly along a run are far from each other in frames, rows and columns.
     """
-    return _static_on("rolled cells" if rolled else "cells", grid, cell, device)
+    return _static("rolled cells" if rolled else "cells", grid, cell, device)
 
 
 def stratified_samples(grid: Grid, samples: int, groups: int, noise: Tensor) -> Tensor:
     """Draw the keys of all groups: one token of every compact cell for each, spaced evenly along the cell.
 
     The spacing makes the groups' errors differ, so that those of neighbouring queries average out. These are the only
-    tokens whose keys and values sampled attention needs.
-
-    Args:
-        grid: of the tokens.
-        samples: cells, as many as each group has keys; they are equal but for one token.
-        groups: number of groups, at most the tokens of a cell.
-        noise: uniform random numbers `[..., samples]` in [0, 1); the result lies on their device.
-
-    Returns:
-        Positions `[..., samples * groups]`, int64; sample i of group g is at `i * groups + g`.
+    tokens whose keys and values sampled attention needs. Groups are at most the tokens of a cell; cells, of which there
+    are `samples`, are equal but for one token. Of `noise` `[..., samples]` in [0, 1) it makes positions
+    `[..., samples * groups]`; sample i of group g is at `i * groups + g`.
     """
     path = compact_path(grid, round(grid.tokens / samples), noise.device, rolled=True)
     edges = torch.arange(samples + 1, device=noise.device) * grid.tokens // samples
@@ -176,17 +137,9 @@ def stratified_samples(grid: Grid, samples: int, groups: int, noise: Tensor) -> 
 def cell_order(grid: Grid, cells: int, groups: int, noise: Tensor) -> Tensor:
     """Order a grid as a matrix `[places, cells]`: a column is a compact cell, a run of rows is a group.
 
-    Each group has equally many tokens of every cell, spaced evenly along it. Where the cells do not divide the tokens,
-    the first ones have one token more; these follow the matrix.
-
-    Args:
-        grid: of the tokens.
-        cells: number of cells.
-        groups: number of groups; divides `tokens // cells`.
-        noise: uniform random numbers `[..., cells]` in [0, 1), which turn the cells; the result lies on their device.
-
-    Returns:
-        Positions `[..., tokens]`, int64, the matrix row by row.
+    Each group has equally many tokens of every cell, spaced evenly along it; the groups divide `tokens // cells`. Where
+    the cells do not divide the tokens, the first ones have one token more; these follow the matrix. Of `noise`
+    `[..., cells]` in [0, 1), which turns the cells, it makes positions `[..., tokens]`, the matrix row by row.
     """
     device = noise.device
     places, larger = divmod(grid.tokens, cells)
@@ -209,14 +162,7 @@ def lattice_order(grid: Grid, groups: int, device: torch.device) -> tuple[Tensor
     slopes whose lattice has the most distant neighbours: a chessboard for two groups. Where the groups do not divide
     the columns, a row has a seam.
 
-    Args:
-        grid: of the tokens.
-        groups: number of lattices.
-        device: where the result lies.
-
-    Returns:
-        Positions `[tokens]`, int64, and the place of every token in them; read only. None where the tokens stay as
-        they are.
+    Returned are the positions `[tokens]` and the place of every token in them, read only; None where the tokens stay.
     """
     frames, rows, columns = grid
     row_slope, frame_slope = _lattice_slopes(groups)
@@ -237,15 +183,7 @@ def inverse_permutation(permutation: Tensor) -> Tensor:
 
 
 def order_merged(permutation: Tensor | None, positions: Tensor) -> Tensor:
-    """Put merged tokens in block order.
-
-    Args:
-        permutation: block order `[N]` of the whole grid; None leaves the tokens as they are.
-        positions: grid positions `[B, M]` of the merged tokens.
-
-    Returns:
-        Permutation `[B, M]` of the merged tokens by the place of their position in the block order.
-    """
+    """Sort merged tokens, at grid `positions` `[B, M]`, by a block order `[N]` of the grid; None leaves it as it is."""
     if permutation is None:
         return positions.argsort(dim=1)
     return inverse_permutation(permutation)[positions].argsort(dim=1)
@@ -259,32 +197,24 @@ def _deal(whole: Tensor, rest: Tensor, larger: int) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 @torch.inference_mode(False)  # what is kept may be used where gradients are wanted
-def _static_on(order: str, grid: Grid, size: int, device: torch.device) -> Tensor:
-    """Return a fixed order on a device; built once, moved once."""
-    return _static(order, grid, size).to(device)
-
-
-@functools.lru_cache(maxsize=256)
-def _static(order: str, grid: Grid, size: int) -> Tensor:
-    """Return a fixed order on the CPU. `size` is the block size; for cells their tokens."""
+def _static(order: str, grid: Grid, size: int, device: torch.device) -> Tensor:
+    """Build a fixed order on the CPU and move it. `size` is the block size; for cells their tokens."""
     if order == "curve":
-        return _curve(grid, size)
+        return _curve(grid, size).to(device)
     if order == "strided":
         blocks, base, larger = partition(grid.tokens, size)
         tokens = torch.arange(grid.tokens, device="cpu")
-        return _deal(tokens[: blocks * base].view(base, blocks), tokens[blocks * base :], larger)
+        return _deal(tokens[: blocks * base].view(base, blocks), tokens[blocks * base :], larger).to(device)
     bands = [_rolled(band, size) if order == "rolled cells" else band for band in _bands(grid, size)]
-    return torch.cat([(band.flip(0) if index % 2 else band).flatten() for index, band in enumerate(bands)])
+    path = torch.cat([(band.flip(0) if index % 2 else band).flatten() for index, band in enumerate(bands)])
+    return path.to(device)
 
 
 def _bands(grid: Grid, cell: int) -> Iterator[Tensor]:
     """Cut a grid in slabs of frames and these in bands of rows, such that runs of `cell` tokens of a band are compact.
 
     Walked column by column, every other band backwards and the bands of every other slab from below, they make one
-    path. Where the numbers divide, its runs are equal boxes.
-
-    Yields:
-        Positions `[columns, rows of the band, frames of the slab]`.
+    path. Where the numbers divide, its runs are equal boxes. A band is `[columns, its rows, frames of the slab]`.
     """
     slabs = _slab_count(grid.frames, cell)
     bands = _band_count(grid.rows, grid.columns, cell * slabs / grid.frames)
@@ -373,20 +303,16 @@ def _hilbert(width: int, height: int) -> list[tuple[int, int]]:
     """
     points: list[tuple[int, int]] = []
 
-    def sign(value: int) -> int:
-        return (value > 0) - (value < 0)
-
     def walk(x: int, y: int, ax: int, ay: int, bx: int, by: int) -> None:
         along, across = abs(ax + ay), abs(bx + by)
-        step_a, step_b = (sign(ax), sign(ay)), (sign(bx), sign(by))
+        step_a, step_b = ([(side > 0) - (side < 0) for side in axis] for axis in ((ax, ay), (bx, by)))
         if across == 1:
             points.extend((x + i * step_a[0], y + i * step_a[1]) for i in range(along))
             return
         if along == 1:
             points.extend((x + i * step_b[0], y + i * step_b[1]) for i in range(across))
             return
-        half_ax, half_ay = int(ax / 2), int(ay / 2)
-        half_bx, half_by = int(bx / 2), int(by / 2)
+        half_ax, half_ay, half_bx, half_by = (int(side / 2) for side in (ax, ay, bx, by))  # towards zero
         if 2 * along > 3 * across:
             if abs(half_ax + half_ay) % 2 and along > 2:  # an even first half leaves no diagonal step
                 half_ax, half_ay = half_ax + step_a[0], half_ay + step_a[1]
@@ -400,8 +326,5 @@ def _hilbert(width: int, height: int) -> list[tuple[int, int]]:
         end_x, end_y = x + ax - step_a[0] + half_bx - step_b[0], y + ay - step_a[1] + half_by - step_b[1]
         walk(end_x, end_y, -half_bx, -half_by, half_ax - ax, half_ay - ay)
 
-    if width >= height:
-        walk(0, 0, width, 0, 0, height)
-    else:
-        walk(0, 0, 0, height, width, 0)
+    walk(0, 0, *((width, 0, 0, height) if width >= height else (0, height, width, 0)))
     return points

@@ -72,7 +72,9 @@ def softmax_attention(
         return out.to(q.dtype)
     for dim in (0, 2):  # CUDA's kernels put batch and heads in grid dimensions that have a limit
         if q.shape[dim] > GRID_LIMIT and q.device.type not in GRID_FREE:
-            return _in_turns(q, k, v, scale, mask, backend, dim)
+            parts = _pieces(q, k, v, mask, dim)
+            done = [softmax_attention(*qkv, scale=scale, mask=own, backend=backend) for *qkv, own in parts]
+            return torch.cat(done, dim)
     if backend == "triton":  # it has no exact attention
         backend = "native"
     if backend == "auto":
@@ -86,40 +88,29 @@ def softmax_attention(
 def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: Any) -> Tensor:
     """Softmax attention inside each block of consecutive tokens; the blocks tile the sequence (`partition`).
 
-    Args:
-        q: queries `[batch, tokens, heads, head_dim]`.
-        k: keys, shaped as the queries.
-        v: values, shaped as the queries.
-        block_size: wanted tokens in a block.
-        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
-
-    Returns:
-        As the queries.
+    `kernel` is `scale`, `fp32_logits`, `backend` of `softmax_attention`, here and below.
     """
-    _no_mask(kernel)
     blocks, _, _ = partition(q.shape[1], block_size)
     if blocks == 1:
         return softmax_attention(q, k, v, **kernel)
-    parts = equal_parts(q.shape[1], blocks)
-    return _join([_equal_blocks(q[:, part], k[:, part], v[:, part], size, kernel) for part, size in parts], dim=1)
+    done = []
+    for part, size in equal_parts(q.shape[1], blocks):  # blocks of one size are one call, with the blocks in the batch
+        own = (x[:, part].reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
+        done.append(softmax_attention(*own, **kernel).reshape(q[:, part].shape))
+    return done[0] if len(done) == 1 else torch.cat(done, dim=1)
 
 
 def pool_agents(q: Tensor, agents: int) -> Tensor:
-    """Average neighbouring queries (ELFATT-SD's `Pooling(Q)`); the neighbourhoods tile any length.
+    """Average neighbouring queries to `[batch, agents, heads, head_dim]` (ELFATT-SD's `Pooling(Q)`).
 
-    Args:
-        q: queries `[batch, tokens, heads, head_dim]`.
-        agents: number of agents; with more agents than tokens, every token is one.
-
-    Returns:
-        Agents `[batch, agents, heads, head_dim]`.
+    The neighbourhoods tile any length; with more agents than tokens, every token is one.
     """
     tokens = q.shape[1]
     if agents >= tokens:
         return q
     parts = equal_parts(tokens, agents)
     means = [q[:, part].reshape(q.shape[0], -1, size, *q.shape[2:]).mean(dim=2) for part, size in parts]
-    return _join(means, dim=1)
+    return means[0] if len(means) == 1 else torch.cat(means, dim=1)
 
 
 def agent_attention(
@@ -134,19 +125,8 @@ def agent_attention(
 ) -> Tensor:
     """Attention through agents: `softmax(s2 Q A^T) softmax(s A K^T) V + value_shortcut * V`.
 
-    Args:
-        q: queries `[batch, tokens, heads, head_dim]`.
-        k: keys, shaped as the queries.
-        v: values, shaped as the queries.
-        agents: `[batch, agents, heads, head_dim]`.
-        query_scale: scale `s2` of the queries' softmax over agents; None is the same as the first one.
-        value_shortcut: fraction of the values that is added.
-        **kernel: `scale` (s), `fp32_logits`, `backend` of `softmax_attention`.
-
-    Returns:
-        As the queries.
+    `agents` is `[batch, agents, heads, head_dim]`; `query_scale` is s2, None the same as s, the `scale` of `kernel`.
     """
-    _no_mask(kernel)
     gathered = softmax_attention(agents, k, v, **kernel)
     if query_scale is not None:
         kernel = {**kernel, "scale": query_scale}
@@ -169,34 +149,17 @@ def elfatt_attention(
 ) -> Tensor:
     """ELFATT-SD: one part of the heads or channels attends through agents, the other inside blocks.
 
-    Args:
-        q: queries `[batch, tokens, heads, head_dim]`.
-        k: keys, shaped as the queries.
-        v: values, shaped as the queries.
-        agents: number of agents pooled from the queries, or the agents `[batch, agents, heads, head_dim]`.
-        block_size: wanted tokens in a block.
-        agent_share: fraction of the heads or channels that attend through agents.
-        split: `heads` (eq. lepe2sd), `channels` of every head (eq. lepe1sd; each part is scaled by its own size), or
-            `auto`: heads where that fraction of them is a whole number.
-        query_scale: see `agent_attention`.
-        value_shortcut: see `agent_attention`.
-        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
-
-    Returns:
-        As the queries.
-
-    Raises:
-        ElfattError: the split is not known.
+    `agents` is their number, pooled from the queries, or themselves; `agent_share` the fraction of the heads or of the
+    channels that attend through them. `split` is `heads` (eq. lepe2sd), `channels` of every head (eq. lepe1sd, where
+    each part is scaled by its own size), or `auto`: heads where that fraction of them is a whole number.
     """
     heads, head_dim = q.shape[2:]
     if split == "auto":
         split = "heads" if float(heads * agent_share).is_integer() else "channels"
     if split == "heads":
         dim, first = 2, round(heads * agent_share)
-    elif split == "channels":
-        dim, first = 3, _channels_for_agents(head_dim, agent_share)
     else:
-        raise ElfattError(f"split={split!r} is not known; accepted: auto, heads, channels.")
+        dim, first = 3, _channels_for_agents(head_dim, agent_share)
     sizes = [first, q.shape[dim] - first]
     (qa, qb), (ka, kb), (va, vb) = (torch.split(x, sizes, dim=dim) for x in (q, k, v))
     done = []
@@ -205,31 +168,26 @@ def elfatt_attention(
         done.append(agent_attention(qa, ka, va, own, query_scale=query_scale, value_shortcut=value_shortcut, **kernel))
     if sizes[1]:
         done.append(block_attention(qb, kb, vb, block_size, **kernel))
-    return _join(done, dim)
+    return done[0] if len(done) == 1 else torch.cat(done, dim=dim)
 
 
 def sampled_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, **kernel: Any) -> Tensor:
     """Softmax attention of each group of queries to its own sample: `softmax(s q_n K_g^T) V_g`, `g = n mod groups`.
 
     A sample has one key of each compact cell of the grid, so that the cost of a query does not grow with the image.
-    `ordering.lattice_order` puts queries in an order that spreads each group over the image.
-
-    Args:
-        q: queries `[batch, tokens, heads, head_dim]`; a copy is made where the groups do not divide them.
-        k: keys `[batch, samples * groups, heads, head_dim]`; those of group g are at g, g + groups, ...
-        v: values, shaped as the keys.
-        groups: divides the keys.
-        **kernel: `scale`, `fp32_logits`, `backend` of `softmax_attention`.
-
-    Returns:
-        As the queries.
+    `ordering.lattice_order` puts queries in an order that spreads each group over the image. Keys and values are
+    `[batch, samples * groups, heads, head_dim]`; those of group g are at g, g + groups, ...
     """
+    mixed = softmax_attention(*in_groups(q, k, v, groups), **kernel)
+    return mixed.reshape(q.shape[0], -1, *q.shape[2:])[:, : q.shape[1]]
+
+
+def in_groups(q: Tensor, k: Tensor, v: Tensor, groups: int) -> list[Tensor]:
+    """Make heads of groups; queries are copied where the groups do not divide them."""
     batch, tokens, heads, size = q.shape
     missing = -tokens % groups
     padded = F.pad(q, (0, 0, 0, 0, 0, missing)) if missing else q
-    grouped = (batch, -1, groups * heads, size)
-    mixed = softmax_attention(*(x.reshape(grouped) for x in (padded, k, v)), **kernel).reshape(padded.shape)
-    return mixed[:, :tokens]
+    return [x.reshape(batch, -1, groups * heads, size) for x in (padded, k, v)]
 
 
 def equal_parts(tokens: int, count: int) -> list[tuple[slice, int]]:
@@ -237,10 +195,6 @@ def equal_parts(tokens: int, count: int) -> list[tuple[slice, int]]:
     base, larger = tokens // count, tokens % count
     cut = larger * (base + 1)
     return [(slice(0, cut), base + 1), (slice(cut, None), base)] if larger else [(slice(None), base)]
-
-
-def _join(parts: list[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
 def _channels_for_agents(head_dim: int, share: float) -> int:
@@ -254,31 +208,16 @@ def _channels_for_agents(head_dim: int, share: float) -> int:
     return min(max(round(head_dim * share), 1), head_dim - 1)
 
 
-def _equal_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, kernel: dict[str, Any]) -> Tensor:
-    """Attend inside blocks of one size, all in one call with the blocks in the batch dimension."""
-    blocks = (x.reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
-    return softmax_attention(*blocks, **kernel).reshape(q.shape)
-
-
-def _in_turns(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, backend: str, dim: int
-) -> Tensor:
-    """Attend in several calls, each of as many rows (dimension 0) or heads (dimension 2) as a kernel's grid takes."""
+def _pieces(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dim: int
+) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """Cut in pieces of as many rows (dimension 0) or heads (dimension 2) as a kernel's grid takes, with their masks."""
     pieces = list(zip(*(torch.split(x, GRID_LIMIT, dim) for x in (q, k, v)), strict=True))
     masks: list[Tensor | None] = [mask] * len(pieces)
     axis = {0: -4, 2: -3}[dim]  # of the mask, which may lack its first dimensions
     if mask is not None and mask.ndim >= -axis and mask.shape[axis] > 1:
         masks = list(torch.split(mask, GRID_LIMIT, axis))
-    parts = (
-        softmax_attention(*piece, scale=scale, mask=own, backend=backend)
-        for piece, own in zip(pieces, masks, strict=True)
-    )
-    return torch.cat(list(parts), dim)
-
-
-def _no_mask(kernel: dict[str, Any]) -> None:
-    if kernel.get("mask") is not None:
-        raise ElfattError("mask is not accepted by approximate attention; use softmax_attention for masked layers.")
+    return [(*piece, own) for piece, own in zip(pieces, masks, strict=True)]
 
 
 def sums_in_float32(q: Tensor) -> bool:
@@ -320,8 +259,9 @@ def make_ready(backend: str) -> None:
         if fetch is not None:
             fetch(name)
     except Exception as error:  # whatever the Hub, or a package, raises
+        reason = " ".join(str(error).split())[:200]
         raise _missing(backend) or ElfattError(
-            f"attention_backend={backend!r} cannot be used ({_in_one_line(error)}). {_ALWAYS}"
+            f"attention_backend={backend!r} cannot be used ({reason}). {_ALWAYS}"
         ) from error
 
 
@@ -346,9 +286,10 @@ def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor
     except Exception as error:
         if is_out_of_memory(error) or is_device_error(error):  # of any kernel before, which the device tells of late
             raise
+        reason = " ".join(str(error).split())[:200]
         tensors = f"{str(q.dtype).removeprefix('torch.')} tensors with head size {q.shape[-1]} on {q.device.type}"
         raise _missing(backend) or ElfattError(
-            f"attention_backend={backend!r} does not take {tensors} ({_in_one_line(error)}). {_ALWAYS}"
+            f"attention_backend={backend!r} does not take {tensors} ({reason}). {_ALWAYS}"
         ) from error
 
 
@@ -358,10 +299,6 @@ def _missing(backend: str) -> ElfattError | None:
     if importlib.util.find_spec(package) is not None:
         return None
     return ElfattError(f"attention_backend={backend!r} needs {package}, which is not installed: {install}. {_ALWAYS}")
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 class Part(NamedTuple):
@@ -387,17 +324,13 @@ class Part(NamedTuple):
 def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, bias: Tensor | None = None) -> Part:
     """Attend to one part of the keys through a fused kernel; with gradients, through plain operations.
 
-    Args:
-        q: queries.
-        k: keys.
-        v: values.
-        scale: of the logits; None is `head_dim ** -0.5`.
-        bias: added to the logits, `[B or 1, 1, Q or 1, K]`, in the queries' dtype. Its entries are finite
-            (`excluded`): the kernels' log-sum-exps of a row of `-inf` are not.
+    `bias` is added to the logits: `[B or 1, 1, Q or 1, K]`, in the queries' dtype, with finite entries (`excluded`), as
+    the kernels' log-sum-exps of a row of `-inf` are not.
     """
     for dim in (0, 2):  # CUDA's kernels put batch and heads in grid dimensions that have a limit
         if q.shape[dim] > GRID_LIMIT and q.device.type not in GRID_FREE:
-            return _attend_in_turns(q, k, v, scale, bias, dim)
+            done = [attend(*qkv, scale=scale, bias=own) for *qkv, own in _pieces(q, k, v, bias, dim)]
+            return Part(*(torch.cat(parts, dim) for parts in zip(*done, strict=True)))
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # the kernels' own calls do not check it
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     fused = {"cpu": _fused_cpu, "cuda": _fused_cuda}.get(q.device.type)
@@ -420,15 +353,6 @@ def key_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def excluded(dtype: torch.dtype) -> float:
     """Return the bias that excludes a key; finite, so that a part without any key weighs nothing and is not NaN."""
     return torch.finfo(dtype).min / 2
-
-
-def _attend_in_turns(q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor | None, dim: int) -> Part:
-    pieces = list(zip(*(torch.split(x, GRID_LIMIT, dim) for x in (q, k, v)), strict=True))
-    biases = [bias] * len(pieces)
-    if bias is not None and dim == 0:
-        biases = list(torch.split(bias.expand(len(q), -1, -1, -1), GRID_LIMIT))
-    parts = [attend(*piece, scale=scale, bias=own) for piece, own in zip(pieces, biases, strict=True)]
-    return Part(torch.cat([part.mixed for part in parts], dim), torch.cat([part.total for part in parts], dim))
 
 
 def _unfused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:

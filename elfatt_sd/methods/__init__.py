@@ -83,7 +83,17 @@ def register(kind: Kind) -> Kind:
 def attention_named(name: object) -> type[Attention]:
     """Return an attention by its name; `package.module:Class` is imported and registered first."""
     if isinstance(name, str) and ":" in name:
-        return _imported(name)
+        module, _, attribute = name.partition(":")
+        try:
+            kind = getattr(importlib.import_module(module), attribute)
+        except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ElfattError(
+                f"method={name!r} cannot be imported ({reason}); give package.module:Class of what is "
+                "installed or on PYTHONPATH."
+            ) from error
+        known: type[Attention] = kind if kind in _known.values() else register(kind)
+        return known
     if not isinstance(name, str) or name not in _known:
         raise ElfattError(
             f"attention={name!r} is not known; accepted: {', '.join(_known)}. For one of your own, call "
@@ -106,7 +116,14 @@ def check_declaration(kind: type[Attention]) -> None:
         if getattr(kind, missing) is getattr(Attention, missing):
             raise ElfattError(f"{where}: it has no method {missing}; see elfatt_sd.methods.Attention.{missing}.")
     for field in dataclasses.fields(kind):
-        _check_field(where, field)
+        if field.name in _RESERVED:
+            raise ElfattError(f"{where}: its field {field.name!r} means something else in every method; rename it.")
+        value = field.default  # a default that a factory makes would be a list or the like, which settings cannot be
+        if not (value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))):
+            raise ElfattError(
+                f"{where}: the default of its field {field.name!r} is not one that JSON can hold; give a number, a "
+                "text, True, False or None."
+            )
     with made_in_one_line(kind, {}):
         kind()
 
@@ -126,36 +143,8 @@ def _check_name_is_free(where: str, kind: type[Attention]) -> None:
     def plain(name: str) -> str:
         return name.casefold().replace("-", "_")
 
-    own = (kind.__module__, kind.__qualname__)
-    for other in _known.values():
-        if plain(other.name) == plain(kind.name) and (other.__module__, other.__qualname__) != own:
-            taker = f"{other.__module__}:{other.__qualname__}"
-            raise ElfattError(f"{where}: the name {kind.name!r} is taken by {taker}; give another one.")
-    for name in sorted(_TAKEN):
-        if plain(name) == plain(kind.name) and not is_own(kind):
-            raise ElfattError(f"{where}: the name {kind.name!r} is taken by the method {name!r}; give another one.")
-
-
-def _check_field(where: str, field: dataclasses.Field[object]) -> None:
-    if field.name in _RESERVED:
-        raise ElfattError(f"{where}: its field {field.name!r} means something else in every method; rename it.")
-    value = field.default  # a default that a factory makes would be a list or the like, which settings cannot be
-    if not (value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))):
-        raise ElfattError(
-            f"{where}: the default of its field {field.name!r} is not one that JSON can hold; give a number, a text, "
-            "True, False or None."
-        )
-
-
-def _imported(name: str) -> type[Attention]:
-    module, _, attribute = name.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ElfattError(
-            f"method={name!r} cannot be imported ({reason}); give package.module:Class of what is "
-            "installed or on PYTHONPATH."
-        ) from error
-    known: type[Attention] = kind if kind in _known.values() else register(kind)
-    return known
+    taken = {} if is_own(kind) else {plain(name): f"the method {name!r}" for name in sorted(_TAKEN)}
+    places = {(other.__module__, other.__qualname__): plain(other.name) for other in _known.values()}
+    taken |= {name: ":".join(place) for place, name in places.items() if place != (kind.__module__, kind.__qualname__)}
+    if plain(kind.name) in taken:
+        raise ElfattError(f"{where}: the name {kind.name!r} is taken by {taken[plain(kind.name)]}; give another one.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -123,15 +123,10 @@ class Draws:
         return drawn.to(self.device)
 
     def made(self, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return on the layer's device what is made on the CPU of random numbers.
+        """Return on the layer's device what `make` makes on the CPU of random numbers: `[..., n]` of `[..., count]`.
 
         Where a run's draws are made ahead, this is a buffer that is filled again in every step, and what is prepared
         with it is kept: it must not depend on the values.
-
-        Args:
-            what: the numbers are for, see `uniform`.
-            count: of the numbers.
-            make: of numbers `[..., count]`, of several steps for instance, it makes `[..., n]`.
         """
         if self.ahead is not None:
             return self.ahead.made(self, what, count, make)
@@ -338,17 +333,24 @@ class Attention:
         return self.words([self])
 
 
-@contextmanager
-def made_in_one_line(kind: type[Attention], settings: Mapping[str, Any]) -> Iterator[None]:
+def made_in_one_line(kind: type[Attention], settings: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Turn what an author's `__post_init__` raises into an error that names the class and the settings."""
+    given = ", ".join(f"{name}={value!r}" for name, value in settings.items()) or "its defaults"
+    return in_one_line(f"attention {kind.name!r} does not accept {given}")
+
+
+@contextmanager
+def in_one_line(what: str) -> Iterator[None]:
+    """Turn what somebody's class raises, but our errors and those of memory, into an error that says what failed."""
     try:
         yield
     except ElfattError:
         raise
     except Exception as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in settings.items()) or "its defaults"
+        if errors.is_out_of_memory(error):
+            raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ElfattError(f"attention {kind.name!r} does not accept {given} ({reason}).") from error
+        raise ElfattError(f"{what} ({reason}).") from error
 
 
 def span(fitted: Sequence[Any], name: str, number: str = "{}") -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,8 @@ from torch import Tensor
 from elfatt_sd.attention.joint import Keys
 from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.devices import standard_normal
-from elfatt_sd.errors import ElfattError, is_out_of_memory
-from elfatt_sd.methods.base import Attention, Draws, Merge, Prepared, Size
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.methods.base import Attention, Draws, Merge, Prepared, Size, in_one_line
 
 _GRIDS = (Grid.image(8, 8), Grid.image(5, 7))
 _HEADS, _HEAD_DIM, _BATCH = 2, 8, 2
@@ -35,12 +34,10 @@ class TrialLayer:
         self.context: Keys | None = None
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v."""
         source = tokens if keys is None else tokens.index_select(1, keys)
         return self.queries(tokens), self._split(source, 1), self._split(source, 2)
 
     def queries(self, tokens: Tensor) -> Tensor:
-        """Return q."""
         return self._split(tokens, 0)
 
     def merged(self, ratio: float) -> Tensor:
@@ -94,7 +91,6 @@ def _check(attention: Attention) -> None:
 
 
 def check_result(attention: Attention, result: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Check what `attend` returned."""
     if not isinstance(result, Tensor):
         raise broken(attention, f"returns {type(result).__name__}; return a tensor")
     if tuple(result.shape) != shape:
@@ -103,28 +99,20 @@ def check_result(attention: Attention, result: object, shape: tuple[int, ...], d
         raise broken(attention, f"returns {result.dtype}; return the queries' {dtype}")
 
 
-@contextmanager
-def raises_in_one_line(attention: Attention, what: str) -> Iterator[None]:
-    """Turn what a class raises, but ours and what memory raises, into an error that names it."""
-    try:
-        yield
-    except ElfattError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise broken(attention, f"raises in {what} ({reason})") from error
+def raises_in_one_line(attention: Attention, what: str) -> AbstractContextManager[None]:
+    return in_one_line(f"{_named(attention)} raises in {what}")
 
 
 def broken(attention: Attention, rule: str) -> ElfattError:
-    """Return the error that names a class and the rule that it breaks."""
+    return ElfattError(f"{_named(attention)} {rule}.")
+
+
+def _named(attention: Attention) -> str:
     kind = type(attention)
-    return ElfattError(f"attention {kind.name!r} ({kind.__module__}:{kind.__qualname__}) {rule}.")
+    return f"attention {kind.name!r} ({kind.__module__}:{kind.__qualname__})"
 
 
 def _random_states() -> tuple[object, ...]:
-    """Return the states of the global generators of PyTorch, Python and NumPy."""
     name, keys, *rest = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest
 
@@ -134,8 +122,7 @@ def _attend(attention: Attention, grid: Grid, tokens: Tensor) -> Tensor:
         prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("cpu")))
     if not (prepared is None or isinstance(prepared, Prepared)):
         raise broken(attention, f"prepares {type(prepared).__name__}; return a Prepared, or None")
-    order = None if prepared is None else prepared.order
-    ordered = tokens if order is None else tokens.index_select(1, order)
+    ordered = tokens if prepared is None or prepared.order is None else tokens.index_select(1, prepared.order)
     with raises_in_one_line(attention, "attend"), torch.no_grad():
         return attention.attend(TrialLayer(tokens), ordered, prepared)
 

@@ -43,32 +43,21 @@ class Softmax(Attention):
     name: ClassVar[str] = "softmax"
     exact: ClassVar[bool] = True
     joint: ClassVar[bool] = True
+    is_random = False
+    family = "merging (ToMe)"  # what is left when tokens are merged before it
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
-        """Attend through a fused kernel."""
         q, k, v = layer.project(tokens)
         if layer.context is None:
             return softmax_attention(q, k, v, **layer.kernel)
         return exact_attention(q, [Keys(k, v), layer.context])
 
-    @property
-    def is_random(self) -> bool:
-        """Nothing is drawn."""
-        return False
-
     def cost(self, size: Size) -> float:
-        """Every query of the image meets every key."""
         pairs = size.tokens * (size.tokens + size.context)
         return size.projections(size.tokens, size.tokens) + 2 * pairs * size.channels
 
     def words(self, fitted: Sequence[Self]) -> str:
-        """Name it."""
         return "softmax attention"
-
-    @property
-    def family(self) -> str:
-        """What is left when tokens are merged before it."""
-        return "merging (ToMe)"
 
 
 @dataclass(frozen=True)
@@ -111,11 +100,10 @@ class Agents(Attention):
         return Prepared() if self.matches else order_tokens(self.block_order, grid, size, draws)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
-        """Attend through agents."""
         q, k, v = layer.project(tokens)
         if layer.context is not None:
             return self.attend_joint(q, k, v, layer.context, q.shape[2])
-        agents = self.merged_agents(layer) if self.matches else pool_agents(q, self.agents)
+        agents = layer.queries(layer.merged(self.agent_ratio)) if self.matches else pool_agents(q, self.agents)
         scale = self.query_scale(q.shape[-1])
         return agent_attention(q, k, v, agents, query_scale=scale, value_shortcut=self.value_shortcut, **layer.kernel)
 
@@ -126,7 +114,6 @@ class Agents(Attention):
 
     @classmethod
     def choices(cls, tokens: int) -> list[Self]:
-        """Pools of neighbours in the image."""
         return [cls(block_order="windows")]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
@@ -135,7 +122,6 @@ class Agents(Attention):
         return dataclasses.replace(self, agents=min(self.agents, merge.kept(grid)), agent_ratio=ratio)
 
     def words(self, fitted: Sequence[Self]) -> str:
-        """Say where the agents come from."""
         if self.agent_source == "merged":
             return self.said(fitted, "agent_ratio", "agents merged at #", "{:.0%}")
         return self.said(fitted, "agents", "# agents")
@@ -149,33 +135,23 @@ class Agents(Attention):
 
     @property
     def family(self) -> str:
-        """What plots group it with."""
         return "agents"
 
     @property
     def matches(self) -> bool:
-        """Agent-SD's agents are merged tokens."""
-        return self.agent_source == "merged"
+        return self.agent_source == "merged"  # Agent-SD
 
     @property
     def is_random(self) -> bool:
-        """Pools are drawn if they are spread."""
         return self.agent_source == "pooled" and self.block_order == "spread"
 
     @property
     def used_settings(self) -> frozenset[str]:
-        """The settings that change what it does."""
         by_source = {"agent_ratio"} if self.agent_source == "merged" else {"agents", "block_order"}
         return frozenset({"agent_source", "agent_scale", "value_shortcut"} | by_source)
 
     def attend_joint(self, q: Tensor, k: Tensor, v: Tensor, context: Keys, heads: int, block_size: int = 1) -> Tensor:
-        """Attend with text, the first heads through agents, the others inside blocks.
-
-        Raises:
-            ElfattError: agents are merged tokens, which have no rotary position; or every head's channels are split.
-        """
-        if self.matches:
-            raise ElfattError("agent_source='merged' is not accepted where there is text; give agent_source='pooled'.")
+        """Attend with text, the first heads through agents, the others inside blocks."""
         return elfatt_joint_attention(
             q,
             k,
@@ -188,10 +164,6 @@ class Agents(Attention):
             context=context,
         )
 
-    def merged_agents(self, layer: Layer) -> Tensor:
-        """Return Agent-SD's agents, the queries of merged tokens."""
-        return layer.queries(layer.merged(self.agent_ratio))
-
     def query_scale(self, head_dim: int) -> float | None:
         """Return the scale `s2` of the queries' softmax; None is the usual one."""
         scale: float | None = head_dim ** (-0.5 * self.agent_scale) if self.agent_scale != 1 else None
@@ -199,8 +171,7 @@ class Agents(Attention):
 
     def count(self, grid: Grid) -> int:
         """Return the number of agents, once it is fitted to a grid."""
-        merged = self.agent_source == "merged"
-        return round(grid.tokens * (1 - self.agent_ratio)) if merged else self.agents
+        return round(grid.tokens * (1 - self.agent_ratio)) if self.agent_source == "merged" else self.agents
 
     def projections(self, size: Size) -> float:
         """Return the multiply-adds of all projections; merged agents have one of their own."""
@@ -245,16 +216,10 @@ class Blocks(Attention):
             errors.choice("second_order", self.second_order, BLOCK_ORDERS)
 
     def accepts(self, merge: Merge) -> None:
-        """Check what is merged before it.
-
-        Raises:
-            ElfattError: it merges, and the heads have two orders.
-        """
         if self.second_order is not None and merge.ratio > 0:
             raise ElfattError(f"ratio={merge.ratio!r} is not accepted with a second_order; give ratio=0.")
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
-        """Order the tokens block by block."""
         draws = draws if self.redraw else draws.once
         first = order_tokens(self.block_order, grid, self.block_size, draws)
         if self.second_order is None:
@@ -278,7 +243,6 @@ class Blocks(Attention):
         return torch.cat([first, second.index_select(1, prepared.back)], dim=2)
 
     def _inside(self, q: Tensor, k: Tensor, v: Tensor, layer: Layer, heads: slice) -> Tensor:
-        """Attend inside blocks and to those heads' context."""
         context = layer.context
         if context is None:
             return block_attention(q, k, v, self.block_size, **layer.kernel)
@@ -286,32 +250,26 @@ class Blocks(Attention):
         return elfatt_joint_attention(q, k, v, agents=1, block_size=self.block_size, agent_heads=0, context=own)
 
     def cost(self, size: Size) -> float:
-        """Every token meets those of its block, and the context."""
         attention = round(2 * size.tokens * float(self.block_size + size.context) * size.channels)
         return size.projections(size.tokens, size.tokens) + attention
 
     @classmethod
     def choices(cls, tokens: int) -> list[Self]:
-        """Compact blocks of an eighth of the tokens."""
         return [cls(block_size=max(tokens // 8, LEAST_KEYS), block_order="windows")]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
-        """Take the size that tiles the sequence."""
         return dataclasses.replace(self, block_size=fitted_block_size(self.block_size, merge.kept(grid)))
 
     def words(self, fitted: Sequence[Self]) -> str:
-        """Say which blocks."""
         orders = self.block_order + (f" and {self.second_order}" if self.second_order else "")
         return self.said(fitted, "block_size", f"{orders} blocks of #")
 
     @property
     def is_random(self) -> bool:
-        """Blocks are drawn if they are spread."""
         return "spread" in (self.block_order, self.second_order)
 
     @property
     def family(self) -> str:
-        """What plots group it with."""
         orders = {self.block_order, self.second_order or self.block_order}
         return "spread blocks" if orders == {"spread"} else "other blocks"
 
@@ -326,7 +284,6 @@ def order_tokens(order: BlockOrder, grid: Grid, size: int, draws: Draws, what: s
 
 
 def fitted_block_size(wanted: int, tokens: int) -> int:
-    """Return the tokens of the largest block of a sequence."""
     _, base, larger = partition(tokens, wanted)
     return wanted if base <= wanted <= base + (larger > 0) else base + (larger > 0)
 
@@ -373,7 +330,6 @@ class Elfatt(Agents):
         return order_tokens(self.block_order, grid, self.block_size, draws)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
-        """Attend in both ways."""
         q, k, v = layer.project(tokens)
         if layer.context is not None:
             heads = round(q.shape[2] * self.agent_share)
@@ -382,7 +338,7 @@ class Elfatt(Agents):
             q,
             k,
             v,
-            agents=self.merged_agents(layer) if self.matches else self.agents,
+            agents=layer.queries(layer.merged(self.agent_ratio)) if self.matches else self.agents,
             block_size=self.block_size,
             agent_share=self.agent_share,
             split=self.split,
@@ -392,47 +348,40 @@ class Elfatt(Agents):
         )
 
     def cost(self, size: Size) -> float:
-        """Both parts, by the fraction of the heads that each has."""
         share = self.agent_share
         pairs = share * 2 * self.count(size.grid) + (1 - share) * self.block_size + size.context
         return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
-        """Take the block size that tiles the sequence, and at most as many agents as tokens."""
         size = fitted_block_size(self.block_size, merge.kept(grid)) if self._blocks else self.block_size
         return dataclasses.replace(super().fit(grid, merge), block_size=size)
 
     def words(self, fitted: Sequence[Self]) -> str:
-        """Say which agents and which blocks."""
         blocks = self.said(fitted, "block_size", f"{self.block_order} blocks of #")
         return f"{super().words(fitted)} and {blocks}"
 
     def pools(self, tokens: int) -> Sequence[int]:
-        """Those of the agents, where heads attend through any."""
         return super().pools(tokens) if self._agents else ()
 
     @property
     def family(self) -> str:
-        """What plots group it with; with agents in none or all of the heads, it is what is left of it."""
+        """With agents in none or all of the heads, it is what is left of it."""
         if not self._agents:
             return "spread blocks" if self.block_order == "spread" else "other blocks"
         return "ELFATT" if self._blocks else "agents"
 
     @property
     def matches(self) -> bool:
-        """Agent-SD's agents are merged tokens."""
         return self._agents and self.agent_source == "merged"  # torch.compile takes super().matches to be true
 
     @property
     def used_settings(self) -> frozenset[str]:
-        """The settings that change what it does."""
         of_agents = super().used_settings if self._agents else frozenset()
         of_blocks = {"block_size", "block_order"} if self._blocks else set()
         return of_agents | of_blocks | {"agent_share", "split"} | ({"redraw"} if self.is_random else set())
 
     @property
     def is_random(self) -> bool:
-        """Blocks or, without any, pools are drawn if they are spread."""
         return self.block_order == "spread" if self._blocks else super().is_random
 
     @property

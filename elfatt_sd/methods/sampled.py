@@ -62,6 +62,7 @@ class Sampled(Attention):
     joint: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({"block_size": "keys"})
     beside_text: ClassVar[frozenset[str]] = frozenset(("weighted",))
+    family = "sampled keys"
 
     keys: int = 128
     groups: int = 2
@@ -112,13 +113,11 @@ class Sampled(Attention):
         return sampled_joint_attention(q, k, v, groups, stands_for=stands_for, context=layer.context)
 
     def cost(self, size: Size) -> float:
-        """Every query meets its sample, and the context."""
         projected = size.projections(size.tokens, self.keys * self.groups)
         return projected + round(2 * size.tokens * float(self.keys + size.context) * size.channels)
 
     @classmethod
     def choices(cls, tokens: int) -> list[Self]:
-        """From 1/64 to 1/2 of the tokens."""
         return [cls(keys=tokens // part) for part in (64, 32, 16, 8, 4, 2) if tokens // part >= LEAST_KEYS]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
@@ -127,7 +126,6 @@ class Sampled(Attention):
         return dataclasses.replace(self, keys=keys, groups=groups)
 
     def words(self, fitted: Sequence[Self]) -> str:
-        """Say how many keys, and how many groups."""
         groups = span(fitted, "groups")
         groups += " group" + "s" * (groups != "1") + " in columns" * (not self.lattice)
         return self.said(fitted, "keys", "# sampled keys", more=groups)
@@ -136,11 +134,6 @@ class Sampled(Attention):
     def used_settings(self) -> frozenset[str]:
         """The settings that change what it does; one group has all queries."""
         return super().used_settings - ({"lattice"} if self.groups == 1 else set())
-
-    @property
-    def family(self) -> str:
-        """What plots group it with."""
-        return "sampled keys"
 
 
 @dataclass
@@ -170,6 +163,7 @@ class CellSpread(Attention):
     merges: ClassVar[bool] = False
     needs_sums: ClassVar[bool] = True
     joint: ClassVar[bool] = True
+    family = "spread blocks"
 
     block_size: int = 128
     cell: int | None = None
@@ -184,7 +178,6 @@ class CellSpread(Attention):
         errors.flag("redraw", self.redraw)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
-        """Deal the tokens of every cell to the groups."""
         draws = draws if self.redraw else draws.once
         cells, groups = self._counts(grid)
         if self.cell is None:
@@ -199,7 +192,6 @@ class CellSpread(Attention):
         return _Cells(places, inverse, cells=cells, groups=groups)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
-        """Attend to cell and sample, joined by their log-sum-exps, and to the context."""
         q, k, v = layer.project(tokens)
         given: dict[str, Any] = {"weighted": self.weighted, "context": layer.context}
         if 1 not in (prepared.cells, prepared.groups) and kernels.take(layer.kernel["backend"], q, k, v):
@@ -210,7 +202,6 @@ class CellSpread(Attention):
         return cell_joint_attention(q, k, v, prepared.cells, prepared.groups, **given)
 
     def cost(self, size: Size) -> float:
-        """Every token meets those of its cell, its sample, and the context."""
         cell = self.cell or size.tokens / self.block_size
         pairs = self.block_size + cell + size.context
         return size.projections(size.tokens, size.tokens) + round(2 * size.tokens * pairs * size.channels)
@@ -222,25 +213,17 @@ class CellSpread(Attention):
         return [cls(block_size=size, cell=size // 2) for size in sizes]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
-        """Take the numbers that the grid allows."""
         cells, groups = self._counts(grid)
         tokens = grid.tokens // cells
         cell = None if self.cell is None else tokens
         return dataclasses.replace(self, block_size=cells * (tokens // groups), cell=cell)
 
     def words(self, fitted: Sequence[Self]) -> str:
-        """Say what a query sees."""
         if self.cell is None:
             return self.said(fitted, "block_size", "own cell and spread blocks of #")
         return self.said(fitted, "cell", "own cell of #") + self.said(fitted, "block_size", " and # sampled keys")
 
-    @property
-    def family(self) -> str:
-        """What plots group it with."""
-        return "spread blocks"
-
     def _counts(self, grid: Grid) -> tuple[int, int]:
-        """Return the number of cells, and of groups."""
         if self.cell is None:
             groups = cell_blocks(grid.tokens, self.block_size)
             return grid.tokens // groups, groups
@@ -259,20 +242,14 @@ class Reuse(Attention):
     merges: ClassVar[bool] = False
     joint: ClassVar[bool] = True
     empty: ClassVar[bool] = True
+    is_random = False
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Return zeros; only what times or checks a single call asks for them."""
         return layer.queries(tokens).mul(0)
 
-    @property
-    def is_random(self) -> bool:
-        """Nothing is drawn."""
-        return False
-
     def cost(self, size: Size) -> float:
-        """Nothing is computed."""
         return 0
 
     def words(self, fitted: Sequence[Self]) -> str:
-        """Name it."""
         return "no attention"

@@ -21,15 +21,11 @@ from elfatt_sd.attention.joint import (
 )
 from elfatt_sd.attention.ordering import (
     Grid,
-    cell_counts,
     cell_order,
     inverse_permutation,
-    lattice_order,
     partition,
     stratified_samples,
 )
-from elfatt_sd.attention.softmax import elfatt_attention
-from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import CellSpread, Elfatt, Sampled, Size, Softmax
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -144,14 +140,6 @@ def test_elfatt(tokens: int, agents: int, blocks: int, first: int) -> None:
     torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=0)
 
 
-def test_without_context_it_is_what_plain_layers_have() -> None:
-    """But for the length of the agents."""
-    q, k, v = image(67)
-    settings = {"agents": 9, "block_size": 8}
-    out = elfatt_joint_attention(q, k, v, agent_heads=0, **settings)
-    torch.testing.assert_close(out, elfatt_attention(q, k, v, agent_share=0.0, **settings))
-
-
 def test_agents_keep_the_length_of_their_queries() -> None:
     """Rotations that cancel in the mean leave its direction; equal queries are their own agents."""
     q, _, _ = image(35)
@@ -168,17 +156,14 @@ def test_segments_are_seen_as_one_sequence(masked: bool) -> None:
     q, k, v = image(30)
     words, reference = text(masked=masked), Keys(*image(7)[:2])
     out = exact_attention(q[:, :5], [Keys(k, v), words, reference])
+    twice = Keys(torch.cat([k, k], 1), torch.cat([v, v], 1))
+    torch.testing.assert_close(
+        exact_attention(q, [Keys(k, v, stands_for=2.0), words]), exact_attention(q, [twice, words])
+    )
     keys, values = torch.cat([k, reference.k], 1), torch.cat([v, reference.v], 1)
     torch.testing.assert_close(
         out.double(), dense(q[:, :5], keys, values, torch.zeros(5, 37).double(), words), atol=1e-5, rtol=0
     )
-
-
-def test_merged_keys_count_as_often_as_what_they_stand_for() -> None:
-    q, k, v = image(12)
-    merged = exact_attention(q, [Keys(k, v, stands_for=2.0), text()])
-    whole = exact_attention(q, [Keys(torch.cat([k, k], 1), torch.cat([v, v], 1)), text()])
-    torch.testing.assert_close(merged, whole)
 
 
 @pytest.mark.parametrize("grid", [Grid(1, 8, 8), Grid(3, 5, 7), Grid(2, 6, 6)])
@@ -206,7 +191,7 @@ CALLS: list[Callable[..., Tensor]] = [
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("tokens", [64, 67])
-@pytest.mark.parametrize("size", [40, 64, 128, 160])
+@pytest.mark.parametrize("size", [40, 160])
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("device", DEVICES)
 def test_half_precision(call: Callable[..., Tensor], tokens: int, size: int, dtype: torch.dtype, device: str) -> None:
@@ -244,94 +229,38 @@ def test_compiles_whole(call: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attention", "call"),
+    ("attention", "call", "keys"),
     [
-        (Softmax(), lambda q, k, v, words: exact_attention(q, [Keys(k, v), words])),
-        (
-            Sampled(keys=8, groups=4),
-            lambda q, k, v, words: sampled_joint_attention(q, k[:, :32], v[:, :32], 4, context=words),
-        ),
-        (CellSpread(cell=8, block_size=16), lambda q, k, v, words: cell_joint_attention(q, k, v, 8, 4, context=words)),
-        (
-            Elfatt(agents=8, block_size=8),
-            lambda q, k, v, words: elfatt_joint_attention(
-                q, k, v, agents=8, block_size=8, agent_heads=2, context=words
-            ),
-        ),
+        (CellSpread(cell=8, block_size=16), CALLS[0], 64),
+        (Sampled(keys=8, groups=4), CALLS[1], 32),
+        (Elfatt(agents=8, block_size=8), CALLS[2], 64),
+        (Softmax(), CALLS[3], 64),
     ],
 )
-def test_costs_are_the_pairs_that_kernels_see(attention: Any, call: Callable[..., Tensor]) -> None:
+def test_costs_are_the_pairs_that_kernels_see(attention: Any, call: Callable[..., Tensor], keys: int) -> None:
     """Two multiply-adds for each pair of query and key, and channel; the far part computes its own cell, too."""
     size = Size(Grid(1, 8, 8), 64, channels=4 * 8, context=5)
     with Work() as work:
         call(*image(64), text(masked=False))
-    assert 2 * 8 * work.pairs == 2 * (attention.cost(size) - size.projections(64, _keys(attention)))  # two images
+    assert 2 * 8 * work.pairs == 2 * (attention.cost(size) - size.projections(64, keys))  # two images
+    assert work.dense == 0
+    if isinstance(attention, CellSpread):  # whole cells need no copy: log-sum-exps and the bias, no tokens
+        assert work.calls == 3 and work.copies <= 3 + 1
 
 
-def _keys(attention: Any) -> int:
-    """How many keys and values are projected."""
-    return 32 if isinstance(attention, Sampled) else 64
+def test_the_own_token_that_dominates_loses_no_precision() -> None:
+    """It is left out of the group, not subtracted from it; and with logits in float32 the result alone is rounded."""
+    q, _, v = image(64, 16)
+    for dtype in HALF:
+        inputs = [x.to(dtype) for x in (32 * q, q, v)]
+        wanted = dense(*inputs, cell_bias(64, 8, 8), None)
+        torch.testing.assert_close(cell_joint_attention(*inputs, 8, 8).double(), wanted, atol=2e-2, rtol=2e-2)
+        rounded = cell_joint_attention(*(x.float() for x in inputs), 8, 8).to(dtype)
+        assert torch.equal(cell_joint_attention(*inputs, 8, 8, fp32_logits=True), rounded)
 
 
-def test_whole_cells_need_no_copy() -> None:
-    q, k, v = image(64)
-    with Work() as work:
-        cell_joint_attention(q, k, v, 8, 4, context=text(masked=False))
-    assert (work.calls, work.dense) == (3, 0)
-    assert work.copies <= 3 + 1  # log-sum-exps and the bias, nothing of the size of the tokens
-
-
-@pytest.mark.parametrize(
-    ("tokens", "cell", "keys", "counts"),
-    [
-        (4096, 64, 64, (64, 64)),
-        (4096, 64, 128, (64, 32)),
-        (32760, 64, 512, (504, 65)),
-        (6889, 64, 128, (108, 63)),
-        (7, 3, 2, (2, 3)),
-        (1, 64, 64, (1, 1)),
-    ],
-)
-def test_counts_come_close(tokens: int, cell: int, keys: int, counts: tuple[int, int]) -> None:
-    assert cell_counts(tokens, cell, keys) == counts
-
-
-@pytest.mark.parametrize(("cells", "groups"), [(0, 1), (65, 1), (8, 0), (8, 3), (8, 9)])
-def test_counts_that_do_not_fit(cells: int, groups: int) -> None:
-    with pytest.raises(ElfattError, match=r"(cells|groups)=\d+ is not accepted; give"):
-        cell_joint_attention(*image(64), cells, groups)
-
-
-def smooth(grid: Grid) -> Tensor:
-    """Tokens whose neighbours are alike, in frames too."""
-    noise = torch.randn(1, 24, *grid, generator=torch.Generator().manual_seed(0))
-    field = torch.nn.functional.avg_pool3d(noise, (3, 5, 5), stride=1, padding=(1, 2, 2))
-    return (field / field.std()).flatten(2).transpose(1, 2)
-
-
-def test_weights_and_the_own_cell_take_off_error() -> None:
-    """On a smooth field the own cell with weighted samples comes closest, at equal numbers of keys."""
-    grid = Grid(4, 16, 16)
-    q, k, v = smooth(grid).view(1, 1024, 3, 2, 4).unbind(2)
-    q, k = q + 2 * k, k * 1.5
-    context = Keys(*torch.randn(2, 1, 8, 2, 4, generator=torch.Generator().manual_seed(1)))
-    wanted = exact_attention(q, [Keys(k, v), context])
-    lattices = lattice_order(grid, 2, torch.device("cpu"))
-    order, places = (torch.arange(1024),) * 2 if lattices is None else lattices
-
-    def error(out: Tensor) -> float:
-        return float((out - wanted).norm() / wanted.norm())
-
-    def sampled(stands_for: float) -> float:
-        chosen = stratified_samples(grid, 64, 2, torch.rand(64, generator=torch.Generator().manual_seed(2)))
-        keys = k[:, chosen], v[:, chosen]
-        return error(sampled_joint_attention(q[:, order], *keys, 2, stands_for=stands_for, context=context)[:, places])
-
-    def celled(weighted: bool) -> float:
-        ordered = cell_order(grid, 32, 32, torch.rand(32, generator=torch.Generator().manual_seed(2)))
-        inputs = (x[:, ordered] for x in (q, k, v))
-        out = cell_joint_attention(*inputs, 32, 32, weighted=weighted, context=context)
-        return error(out[:, inverse_permutation(ordered)])
-
-    assert celled(True) < sampled(16.0) < sampled(1.0)
-    assert celled(True) < celled(False)
+def test_logits_near_the_limit_of_the_dtype() -> None:
+    q, k, v = image(64, 64)
+    q, k = (torch.nn.functional.normalize(x, dim=-1).mul(700) for x in (q, k))
+    for dtype in (torch.float32, *HALF):
+        assert cell_joint_attention(*(x.to(dtype) for x in (q, k, v)), 8, 8).isfinite().all()

@@ -44,7 +44,7 @@ def defaults() -> Iterator[None]:
 
 def forget() -> None:
     """Let nothing be kept that was made with other defaults."""
-    for kept in (ordering._static, ordering._static_on, ordering.lattice_order):
+    for kept in (ordering._static, ordering.lattice_order):
         kept.cache_clear()
 
 

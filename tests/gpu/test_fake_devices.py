@@ -116,27 +116,22 @@ def test_settings_of_a_run(machine: Machine, settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [(ELSEWHERE[0], torch.device("cpu")), *((name, OTHER) for name in ELSEWHERE)], ids=str
+    ("name", "given"),
+    [(ELSEWHERE[0], torch.device("cpu")), *((name, given) for name in ELSEWHERE for given in (OTHER, None))],
+    ids=str,
 )
-def test_an_input_on_another_device(machine: Machine, name: str, given: torch.device) -> None:
-    """Accelerate moves it after our hook has seen it."""
+def test_inputs_and_levels_on_other_devices(machine: Machine, name: str, given: torch.device | None) -> None:
+    """Accelerate moves an input after our hook has seen it; and with `dispatch_model` a block has another device."""
     model = unet(machine, torch.float16)
+    if given is None:
+        machine.move(model.up_blocks, torch.float16, OTHER)
     elfatt_sd.apply_patch(model, PatchConfig("own", (PHASES[name],)))
     add_hook_to_module(model, AlignDevicesHook(execution_device=GPU, io_same_device=True))
+    if given is None:
+        add_hook_to_module(model.up_blocks[0], AlignDevicesHook(execution_device=OTHER, io_same_device=True))
     for machine.step in range(2):
-        assert machine.call(model, torch.float16, rows=1, device=given).device == given
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_levels_on_two_devices(machine: Machine, name: str) -> None:
-    """As accelerate's `dispatch_model` does: a block has another device, and is handed what it needs."""
-    model = unet(machine, torch.float16)
-    machine.move(model.up_blocks, torch.float16, OTHER)
-    elfatt_sd.apply_patch(model, PatchConfig("own", (PHASES[name],)))
-    add_hook_to_module(model, AlignDevicesHook(execution_device=GPU, io_same_device=True))
-    add_hook_to_module(model.up_blocks[0], AlignDevicesHook(execution_device=OTHER, io_same_device=True))
-    for machine.step in range(2):
-        assert machine.call(model, torch.float16, rows=1).device == GPU
+        moved = {} if given is None else {"device": given}
+        assert machine.call(model, torch.float16, rows=1, **moved).device == (given or GPU)
 
 
 @pytest.mark.parametrize(("name", "order"), [("merged", "compile, patch"), ("shared difference", "patch, blocks")])

@@ -12,7 +12,7 @@ import pytest
 from support import runs
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.report import charts, load_results, plots, write_report, written_tables
+from elfatt_sd.evaluation.report import charts, load_results, write_report, written_tables
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.tables import TIMES, TO
 from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
@@ -64,14 +64,14 @@ def test_what_is_kept(run: Path, published: Path, tmp_path: Path, monkeypatch: p
     )
     assert {"difference.png", "memory.png", "closeness.png"} < names
     monkeypatch.setattr("elfatt_sd.evaluation.report.page.render_page", None)
-    monkeypatch.setattr(plots, "_makers", lambda results: [charts.differences])
+    monkeypatch.setattr(charts, "_makers", lambda results: [charts.differences])
     assert not (publish(load_results(run), tmp_path, page=False) / "index.html").exists(), "nor is it made"
 
 
 @pytest.fixture
 def two_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all plots, which take seconds, two are drawn."""
-    monkeypatch.setattr(plots, "_makers", lambda results: [charts.differences, charts.memory_regression])
+    monkeypatch.setattr(charts, "_makers", lambda results: [charts.differences, charts.memory_regression])
 
 
 @pytest.mark.usefixtures("two_plots")
