@@ -90,6 +90,7 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: 
 
     `kernel` is `scale`, `fp32_logits`, `backend` of `softmax_attention`, here and below.
     """
+    _refuse_mask(kernel)
     blocks, _, _ = partition(q.shape[1], block_size)
     if blocks == 1:
         return softmax_attention(q, k, v, **kernel)
@@ -98,6 +99,11 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: 
         own = (x[:, part].reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
         done.append(softmax_attention(*own, **kernel).reshape(q[:, part].shape))
     return done[0] if len(done) == 1 else torch.cat(done, dim=1)
+
+
+def _refuse_mask(kernel: dict[str, Any]) -> None:
+    if kernel.get("mask") is not None:  # it would be broadcast to blocks or agents, and be wrong in silence
+        raise ElfattError("mask is not accepted by approximate attention; use softmax_attention for masked layers.")
 
 
 def pool_agents(q: Tensor, agents: int) -> Tensor:
@@ -127,6 +133,7 @@ def agent_attention(
 
     `agents` is `[batch, agents, heads, head_dim]`; `query_scale` is s2, None the same as s, the `scale` of `kernel`.
     """
+    _refuse_mask(kernel)
     gathered = softmax_attention(agents, k, v, **kernel)
     if query_scale is not None:
         kernel = {**kernel, "scale": query_scale}

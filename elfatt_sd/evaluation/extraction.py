@@ -31,7 +31,7 @@ from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
 from elfatt_sd.evaluation.statistics import is_finite, load_plain
-from elfatt_sd.files import atomic_file, is_hidden, read_plain, refused, sha256_of_data, visible, write_file
+from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible, write_file
 from elfatt_sd.progress import Lines, Progress
 
 if TYPE_CHECKING:
@@ -42,8 +42,6 @@ CHUNK = 1024  # images that are committed together
 BATCH = 32  # images that go through the network together
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]  # `[h, w, 3]`
 Decoded = Pixels | str  # an image, or its name and what is wrong with it
-FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
-RESIZES = ("none", "crop", "stretch")
 _LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)  # what is wrong with a file for good; the rest may pass
 _SCAN, _END = b"\xda", b"\xff\xd9"  # of JPEG: the mark that data follow, and that of the end
 _DRAWINGS = ("EPS", "WMF")  # Pillow would let another program draw them
@@ -110,9 +108,8 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
 
 def check_exists(source: str) -> None:
     """Check that the files of a reference are there, whatever they hold."""
-    if not source:
-        raise ElfattError("reference.source is missing; give --reference with a folder, .parquet or .npz.")
-    if source.partition(":")[0] not in ("toy", "renders") and not os.path.exists(source):
+    rendered = source.partition(":")[0] in ("toy", "renders")
+    if source and not rendered and not os.path.exists(source):
         raise ElfattError(f"reference {source} does not exist; accepted: {ACCEPTED}.")
 
 
@@ -272,33 +269,6 @@ def quiet_pillow() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """What happens to a decoded image before the extractor: Pillow's resampling, which always antialiases."""
-
-    size: int = 0  # side of the square in pixels; 0 for `resize="none"`
-    # `crop` brings the shorter side to `size` and takes the centre, `stretch` changes the proportions, `none` does
-    # nothing
-    resize: str = "none"
-    filter: str = "bicubic"  # Pillow's resampling filter
-
-    def __post_init__(self) -> None:
-        for name, accepted in (("resize", RESIZES), ("filter", FILTERS)):
-            if getattr(self, name) not in accepted:
-                raise ElfattError(f"{name}={getattr(self, name)!r} is not known; accepted: {', '.join(accepted)}.")
-        if (self.size > 0) != (self.resize != "none"):
-            raise refused(f"size={self.size} with resize={self.resize!r}", "both, or neither")
-
-    def __call__(self, picture: Any) -> Pixels:
-        if self.resize != "none" and picture.size != (self.size, self.size):
-            from PIL import Image, ImageOps
-
-            method = Image.Resampling[self.filter.upper()]
-            scale = ImageOps.fit if self.resize == "crop" else Image.Image.resize
-            picture = scale(picture, (self.size, self.size), method)
-        return np.array(picture)
-
-
 class Pictures(Protocol):
     """Numbered images, some of which may be unreadable."""
 
@@ -310,8 +280,8 @@ class Pictures(Protocol):
 class SourceImages:
     """Images of a source, decoded by a few threads."""
 
-    def __init__(self, source: Source, preprocessing: Preprocessing, threads: int = 4) -> None:
-        self.source, self.preprocessing, self.threads = source, preprocessing, threads
+    def __init__(self, source: Source, prepare: Callable[[Any], Pixels] = np.array, threads: int = 4) -> None:
+        self.source, self.prepare, self.threads = source, prepare, threads
         self.left_out = source.left_out
 
     def __len__(self) -> int:
@@ -329,7 +299,7 @@ class SourceImages:
 
     def _load(self, entry: Entry) -> Decoded:
         try:
-            return self.preprocessing(decode(self.source.read(entry)))
+            return self.prepare(decode(self.source.read(entry)))
         except (ElfattError, MemoryError):
             raise
         except Exception as error:  # Pillow raises many kinds for damaged files
@@ -380,7 +350,7 @@ class Images:
     def pictures(self) -> Pictures:
         """All frames, decoded; each file is checked against its hash when it is read."""
         entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
-        files = SourceImages(Source(entries, self.identity, _read_checked), Preprocessing(), threads=2)
+        files = SourceImages(Source(entries, self.identity, _read_checked), threads=2)
         return files if self.frames == 1 else Frames(files, self.frames)
 
 

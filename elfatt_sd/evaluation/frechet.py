@@ -201,11 +201,6 @@ class Spectrum:
         self.phi = self.shares.sum(1)  # `[q]`, degrees of freedom above each scale
         self.slope = (self.shares * (1 - self.shares)).sum(1)  # `[q]`, their decrease from scale to scale
 
-    def most(self, free: int) -> Tensor:
-        """Most degrees of freedom `[q]` that a part of the images with `free` of them has, by interlacing."""
-        most: Tensor = self.shares[:, max(len(self.values) - free, 0) :].sum(1)
-        return most
-
 
 def integral(squares: Tensor, slope: Tensor) -> Tensor:
     """2 / pi * integral of squares^(1/2) * slope ds over the scales, the last dimension."""
@@ -252,7 +247,9 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
             large = 4 * rows.shape[1] > len(spectrum.values)
             inside[chosen] = seen.square().sum(1) @ spectrum.shares.T
             found, slope[chosen], outside[chosen] = (_anew if large else _downdated)(seen, spectrum)
-            phi[chosen] = torch.minimum(found, spectrum.most(rest - 1))
+            # by interlacing, the others have no more degrees of freedom than the largest eigenvalues
+            largest = spectrum.shares[:, max(len(spectrum.values) - (rest - 1), 0) :]
+            phi[chosen] = torch.minimum(found, largest.sum(1))
     kurtosis = (fourth * count / second.square()).nan_to_num(0).max().item()  # NaN where a feature does not vary
     return ByClass(sizes.to(torch.float64), along, sums, squares, roots, phi, slope, inside, outside, kurtosis)
 

@@ -114,7 +114,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Reference:
-    source: str = ""  # folder, tar, zip, shards, parquet, `.npz` of statistics, or `toy` (renders)
+    source: str = ""  # folder, parquet, `.npz` of statistics, or `toy` (renders)
     count: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 50_000  # number of images that there must be
     allow_count: bool = False  # accept another number, which the metric's name then says
     size: Maybe = 0  # side of the square that they are resized to; 0 leaves them as they are

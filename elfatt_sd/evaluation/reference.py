@@ -22,7 +22,6 @@ from elfatt_sd.evaluation.extraction import (
     DECODING,
     Extracted,
     Pixels,
-    Preprocessing,
     SourceImages,
     check_exists,
     extract,
@@ -49,6 +48,8 @@ RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from ha
 FORMAT = 1
 FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number shows in the metric's name
 UNKNOWN_COUNT = FULL_COUNT  # only scales sums where another tool's file gives no count; distances do not depend on it
+FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
+RESIZES = ("none", "crop", "stretch")
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,37 @@ class Reference:
             raise ElfattError(f"reference {source} has one image over and over; accepted are images that differ.")
 
 
+@dataclass(frozen=True)
+class Preprocessing:
+    """What happens to a decoded image before the extractor: Pillow's resampling, which always antialiases."""
+
+    size: int = 0  # side of the square in pixels; 0 for `resize="none"`
+    # `crop` brings the shorter side to `size` and takes the centre, `stretch` changes the proportions, `none` does
+    # nothing
+    resize: str = "none"
+    filter: str = "bicubic"  # Pillow's resampling filter
+
+    def __post_init__(self) -> None:
+        for name, accepted in (("resize", RESIZES), ("filter", FILTERS)):
+            if getattr(self, name) not in accepted:
+                raise ElfattError(f"{name}={getattr(self, name)!r} is not known; accepted: {', '.join(accepted)}.")
+        if (self.size > 0) != (self.resize != "none"):
+            raise refused(f"size={self.size} with resize={self.resize!r}", "both, or neither")
+
+    def __call__(self, picture: Any) -> Pixels:
+        if self.resize != "none" and picture.size != (self.size, self.size):
+            from PIL import Image, ImageOps
+
+            method = Image.Resampling[self.filter.upper()]
+            scale = ImageOps.fit if self.resize == "crop" else Image.Image.resize
+            picture = scale(picture, (self.size, self.size), method)
+        return np.array(picture)
+
+
 def build_reference(
     wanted: Wanted,
     extractor: Extractor,
-    classes: Sequence[int] = (),
+    classes: Sequence[int] = (),  # for renders, in proportion to which they are drawn; all by default
     *,
     cache_dir: Path,
     progress: Progress | None = None,
@@ -85,15 +113,6 @@ def build_reference(
 
     A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
     work, and the first one decides; two runs that need the same reference wait for each other.
-
-    Args:
-        wanted: which images, and what happens to them before the extractor. Its source is one of `open_source`, an
-            `.npz` with `mu` and `sigma` from another tool, or `renders:COUNT` (`toy` for as many as it counts):
-            held-out images of the toy's renderer.
-        extractor: gives the features.
-        classes: for renders, classes of the toy's list in proportion to which they are drawn; all by default.
-        cache_dir: the folder of the cache.
-        progress: is told of images that are done.
     """
     if is_moments(wanted):
         return together(lambda: _from_moments(wanted, extractor))
@@ -135,6 +154,12 @@ def build_reference(
     return Reference(statistics, sample, count, unreadable, identity, suffix, description)
 
 
+def check_given(source: str) -> None:
+    if not source:
+        raise ElfattError("reference.source is missing; give --reference with a folder, .parquet or .npz.")
+    check_exists(source)
+
+
 def is_moments(wanted: Wanted) -> bool:
     return Path(wanted.source).suffix.lower() == ".npz"
 
@@ -148,7 +173,7 @@ def check_reference(wanted: Wanted, extractor: Extractor, classes: Sequence[int]
 
 def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[SourceImages | Renders, Any]:
     """Return the images, of which there are as many as there must be, and their fingerprint."""
-    check_exists(wanted.source)
+    check_given(wanted.source)
     pictures: SourceImages | Renders
     if wanted.source.partition(":")[0] in ("toy", "renders"):
         number = wanted.source.partition(":")[2]

@@ -70,9 +70,6 @@ class Estimate:
     def __sub__(self, other: Estimate) -> Estimate:
         return Estimate(self.value - other.value, self.moves - other.moves)
 
-    def times(self, factor: float) -> Estimate:
-        return Estimate(self.value * factor, self.moves * factor)
-
     @property
     def classes(self) -> int:
         return self.moves.shape[1]

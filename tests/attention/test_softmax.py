@@ -376,3 +376,17 @@ def test_backend_without_a_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ElfattError, match=r"needs diffusers 0\.35"):
         softmax_attention(q, k, v, backend="flash")
     assert torch.equal(softmax_attention(q, k, v, backend="auto"), softmax_attention(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("approximate", "given"),
+    [
+        (block_attention, {"block_size": 8}),
+        (agent_attention, {"agents": torch.zeros(1, 4, 2, 4)}),
+        (elfatt_attention, {"agents": 4, "block_size": 8}),
+    ],
+)
+def test_masks_are_refused_where_they_have_no_meaning(approximate: Any, given: Any) -> None:
+    q = torch.zeros(1, 20, 2, 4)
+    with pytest.raises(ElfattError, match="mask"):
+        approximate(q, q, q, **given, mask=torch.ones(20, 20, dtype=torch.bool))

@@ -33,7 +33,8 @@ from support.runs import (
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction, reference
-from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages, _is_image, decode, extract, open_source
+from elfatt_sd.evaluation.extraction import SourceImages, _is_image, decode, extract, open_source
+from elfatt_sd.evaluation.reference import Preprocessing
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -269,7 +270,7 @@ def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(extraction, "CHUNK", 4)
     monkeypatch.setattr(extraction, "BATCH", 1)
     slow = regions()
-    pictures = SourceImages(open_source(flat(tmp_path)), Preprocessing())
+    pictures = SourceImages(open_source(flat(tmp_path)))
     slow.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 20))
     extract(pictures, slow, tmp_path / "rows", progress=extraction.every_minute(lines.append))
     assert lines == [

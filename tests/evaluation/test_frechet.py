@@ -22,15 +22,6 @@ from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, kernel_distance, lef
 FIGURES = ("published", "least", "most")
 
 
-def test_distance_of_gaussians_with_a_known_answer() -> None:
-    mean1, mean2 = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([0.0, 0.0, 2.0])
-    deviation1, deviation2 = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 2.0, 1.0])
-    # commuting covariances: the sum of squared differences of means and of standard deviations
-    turn = torch.linalg.qr(normal(3, 3, 4)).Q
-    one, two = (turn @ torch.diag(deviation.double() ** 2) @ turn.T for deviation in (deviation1, deviation2))
-    assert frechet_distance(mean1, one, mean2, two) == pytest.approx(9 + 9 + 0 + 4, rel=1e-12)
-
-
 def published(features: Tensor, mean: Tensor, covariance: Tensor) -> float:
     return frechet_figures(features, Target(mean, covariance), range(len(features))).published.value
 
@@ -116,14 +107,6 @@ def test_the_distance_without_a_class_is_exact(count: int, dimension: int, size:
     without = torch.tensor([published(features[kept], target.mean, target.covariance) for kept in groups])
     expected = (without.mean() - without) * (len(without) - 1) / len(without)
     torch.testing.assert_close(found, expected.double(), rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
-
-
-def test_classes_of_any_size_and_order_count() -> None:
-    features, target = normal(60, 12, 16), Target(*moments(normal(200, 12, 17)))
-    classes = torch.randint(0, 9, (60,), generator=torch.Generator().manual_seed(18))
-    order = torch.argsort(classes, stable=True)
-    one, other = (frechet_figures(features[rows], target, classes[rows]) for rows in (torch.arange(60), order))
-    torch.testing.assert_close(one.most.moves, other.most.moves, rtol=1e-7, atol=1e-10)
 
 
 @pytest.mark.parametrize(("count", "dimension"), [(100, 400), (100, 100), (300, 100)])

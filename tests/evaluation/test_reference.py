@@ -20,7 +20,7 @@ from support.runs import PHOTOS, build, encoded, expected_statistics, flat, phot
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction, processes, reference
-from elfatt_sd.evaluation.extraction import Preprocessing, SourceImages, extract, open_source
+from elfatt_sd.evaluation.extraction import SourceImages, extract, open_source
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.reference import Reference, Renders
@@ -107,7 +107,7 @@ def test_two_runs_share_one_reference(tmp_path: Path) -> None:
 
 
 def test_processes_share_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: None) -> None:
-    pictures = SourceImages(open_source(flat(tmp_path)), Preprocessing())
+    pictures = SourceImages(open_source(flat(tmp_path)))
     alone = extract(pictures, regions(), tmp_path / "alone")
     calls = []
     for rank in (1, 0):  # in a launch they run at once, and wait for each other at the end
@@ -233,7 +233,7 @@ def test_a_damaged_cache_is_made_anew(tmp_path: Path, name: str, content: bytes)
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_damaged_chunk_is_made_anew(tmp_path: Path, small_chunks: None) -> None:
-    pictures = SourceImages(open_source(flat(tmp_path)), Preprocessing())
+    pictures = SourceImages(open_source(flat(tmp_path)))
     before = [features for features, _ in extract(pictures, regions(), tmp_path / "c")]
     other = io.BytesIO()
     np.savez(other, features=before[2], unreadable=np.array("[1]"))

@@ -221,23 +221,20 @@ def _summary(estimate: Estimate, better: Better, values: Tensor | None) -> dict[
 def _cmmd(features: Any, reference: Any, groups: Sequence[int]) -> Estimate:
     """1000 times the squared maximum mean discrepancy of unit features under a Gaussian kernel of width 10."""
     found, known = (functional.normalize(take(each, slice(None)), dim=1) for each in (features, reference))
-    return kernel_distance(found, known, groups, kernel=gaussian).times(_CMMD_SCALE)
+    distance = kernel_distance(found, known, groups, kernel=gaussian)
+    return Estimate(distance.value * _CMMD_SCALE, distance.moves * _CMMD_SCALE)
 
 
+# Kynkaanniemi et al. 2019; Naeem et al. 2020. With r(x) the distance of x to its k-th neighbour within its own set,
+# over images x and reference images y:
+#     precision = mean over x of [some y has |x - y| <= r(y)]
+#     density   = mean over x of the number of y with |x - y| <= r(y), divided by k
+#     recall    = mean over y of [some x has |x - y| <= r(x)]
+#     coverage  = mean over y of [some x has |x - y| <= r(y)]
+# Precision and density are means over images. Recall and coverage are not: their moves are what they lose or gain
+# without each class, its images neither there nor neighbours of others.
 def neighbour_figures(features: Features, reference: Features, groups: Groups) -> dict[str, Estimate]:
-    """Return precision, recall, density and coverage, and how far each class of images moves them.
-
-    Kynkaanniemi et al. 2019; Naeem et al. 2020. With r(x) the distance of x to its k-th neighbour within its own set,
-    over images x and reference images y, which are taken as given:
-
-        precision = mean over x of [some y has |x - y| <= r(y)]
-        density   = mean over x of the number of y with |x - y| <= r(y), divided by k
-        recall    = mean over y of [some x has |x - y| <= r(x)]
-        coverage  = mean over y of [some x has |x - y| <= r(y)]
-
-    Precision and density are means over images. Recall and coverage are not: their moves are what they lose or gain
-    without each class, its images neither there nor neighbours of others.
-    """
+    """Return precision, recall, density and coverage, and how far each class of images moves them."""
     check_enough(min(len(features), len(reference)))
     images, known = take(features, slice(None)).float(), take(reference, slice(None)).float()
     classes, place = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True)
