@@ -85,6 +85,7 @@ def generate(
     ] = "0.5,0.5",
 ) -> None:
     """Draw images, each a PNG with its settings inside and a JSON file next to it."""
+    from elfatt_sd.drawing.compare import compared
     from elfatt_sd.drawing.studio import Request, Studio, check_quoted, read_prompts
     from elfatt_sd.visualize.looks import Asked
 
@@ -107,7 +108,7 @@ def generate(
     studio = Studio(pipe, request, out)
     images = request.num_images * len(prompts)
     with progress(images, 2 * images + 1 if compare else images) as (studio.on_step, on_image):
-        for result in studio.results():
+        for result in compared(studio) if compare else studio.results():
             results.append(result.without_picture())  # there may be more than memory holds
             on_image(result)
     print_summary(results)
@@ -147,7 +148,7 @@ def try_methods(
     """
     from elfatt_sd.config import PatchConfig, known_method
     from elfatt_sd.drawing.compare import Trial
-    from elfatt_sd.drawing.studio import Request
+    from elfatt_sd.drawing.studio import Request, Studio
 
     words = [" ".join(prompt)] if prompt else []
     all_prompts, all_models = [*words, *(prompts or ())] or [PROMPT], [*([model] if model else []), *(models or ())]
@@ -161,12 +162,12 @@ def try_methods(
         _draw_sheet(sources, all_prompts, chosen, rounds, {"seed": seed, **drawing}, out)
         return
     pipe = sources[request.model].load_for(request)
-    trial = Trial(pipe, request, chosen, rounds)
+    studio = Studio(pipe, request, out)
+    trial = Trial(studio, chosen, rounds)
     interrupted = False
-    with progress(trial.images) as (on_step, on_image):
+    with progress(trial.images) as (studio.on_step, on_image):
         try:
-            for shot in trial.run(on_step):
-                on_image(shot)
+            trial.run(on_image)
         except KeyboardInterrupt:
             interrupted = True
     if trial.rows:
@@ -187,8 +188,7 @@ def _draw_sheet(
         lambda request: sources[request.model].load_for(request), list(sources), prompts, methods, rounds, **settings
     )
     with progress(sheet.images) as (on_step, on_image):
-        for image in sheet.run(on_step):
-            on_image(image)
+        sheet.run(on_step, on_image)
     print("\n".join(sheet.summary()))
     print(sheet.write(out))
 

@@ -65,7 +65,7 @@ def print_result(result: Drawn) -> None:
 def print_trial(trial: Trial, path: Path) -> None:
     """Print what every method took and how close it came, the recommendation, and where the strip lies."""
     console = output()
-    table = Table(title=one_line(f"{trial.request.prompts[0]}, seed {trial.request.seed}"), title_justify="left")
+    table = Table(title=one_line(f"{trial.prompt}, seed {trial.seed}"), title_justify="left")
     for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in trial.rows:
