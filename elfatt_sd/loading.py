@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
@@ -12,17 +13,16 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
+from elfatt_sd.devices import accelerators, device_name
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.families.sizes import SHAPE_NAMES
 from elfatt_sd.files import visible
 from elfatt_sd.toy import EMBEDDED
-
-if TYPE_CHECKING:
-    import torch
 
 INDEX = "model_index.json"
 PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
@@ -33,53 +33,36 @@ _VARIANT = re.compile(r"\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.safetensors")  # of mod
 
 def check_directory(path: Path, given: Collection[str], allow_pickle: bool, variant: str | None) -> None:
     """Check that a directory has all parts, with weights of the variant that may be loaded."""
-    wanted = [name for name in _parts(path) if name not in given]
-    missing = [name for name in wanted if not (path / name).is_dir()]
-    if missing:
+    kinds = {name: kind for name, kind in _index(path).items() if isinstance(kind, list) and kind and kind[0]}
+    wanted = [name for name in kinds if name not in given]
+    if missing := [name for name in wanted if not (path / name).is_dir()]:
         raise ElfattError(f"model={str(path)!r} lacks a part: {', '.join(missing)} (named in its {INDEX}).")
-    if wordless := [name for name in wanted if _lacks_words(path / name, str(_index(path)[name][-1]))]:
-        raise ElfattError(f"model={str(path)!r} has no vocabulary in {', '.join(wordless)}.")
-    pickled = [name for name in wanted if _only_pickles(path / name)]
+    files = {name: [file.name for file in visible((path / name).iterdir())] for name in wanted}
+    tokenizers = [name for name in wanted if str(kinds[name][-1]).startswith(_WITH_VOCABULARY)]
+    if wordless := [name for name in tokenizers if not any(file.endswith(_VOCABULARY) for file in files[name])]:
+        raise ElfattError(f"model={str(path)!r} has no vocabulary in {', '.join(wordless)}.")  # it would draw nonsense
+    safe = {name: [file for file in there if file.endswith(".safetensors")] for name, there in files.items()}
+    pickled = [name for name in wanted if not safe[name] and any(Path(file).suffix in PICKLES for file in files[name])]
     if pickled and not allow_pickle:
         raise ElfattError(
             f"model={str(path)!r} has no .safetensors weights in {', '.join(pickled)}; convert it, or allow pickles "
             "with allow_pickle=True (--allow-pickle)."
         )
-    _check_variant(path, {name: set(_variants(path / name)) for name in wanted}, variant)
-
-
-def _lacks_words(part: Path, kind: str) -> bool:
-    return kind.startswith(_WITH_VOCABULARY) and not any(
-        file.name.endswith(_VOCABULARY) for file in visible(part.iterdir())
-    )
-
-
-def _check_variant(path: Path, found: dict[str, set[str]], variant: str | None) -> None:
-    """Check that the weights of every part have the variant, or are plain where there is none of it."""
-    named = sorted(set().union(*found.values()) - {""})
-    if variant is not None and found and variant not in named and any(found.values()):
+    variants = {name: {_variant_of(file) for file in there} for name, there in safe.items() if there}
+    named = sorted(set().union(*variants.values()) - {""})
+    if variant is not None and variants and variant not in named:
         there = ", ".join(map(repr, named)) or "weights without a variant alone"
         raise ElfattError(f"variant={variant!r} is not in model={str(path)!r}; there is: {there}.")
-    lacking = [name for name, kinds in found.items() if kinds and not kinds & {"", variant}]
-    if lacking:
+    if lacking := [name for name, each in variants.items() if not each & {"", variant}]:
         raise ElfattError(
             f"model={str(path)!r} has weights of a variant alone in {', '.join(lacking)}; "
             f"give variant={named[0]!r} (--variant {named[0]})."
         )
 
 
-def _variants(part: Path) -> Iterator[str]:
-    for file in visible(part.glob("*.safetensors")):
-        found = _VARIANT.search(file.name)
-        yield found[1] if found else ""
-
-
-def _parts(path: Path) -> list[str]:
-    return [name for name, kind in _index(path).items() if isinstance(kind, list) and kind and kind[0]]
-
-
-def kind_of_directory(path: Path) -> str | None:
-    return str(_index(path)["_class_name"]) if (path / INDEX).is_file() else None
+def _variant_of(file: str) -> str:
+    found = _VARIANT.search(file)
+    return found[1] if found else ""
 
 
 def _index(path: Path) -> dict[str, Any]:
@@ -96,11 +79,22 @@ def _index(path: Path) -> dict[str, Any]:
     return parts
 
 
-def _only_pickles(part: Path) -> bool:
-    suffixes = {file.suffix for file in visible(part.iterdir())}
-    return bool(suffixes & PICKLES) and ".safetensors" not in suffixes
-
-
+SCHEDULERS = {
+    "ddim": "DDIMScheduler",
+    "ddpm": "DDPMScheduler",
+    "pndm": "PNDMScheduler",
+    "euler": "EulerDiscreteScheduler",
+    "euler-a": "EulerAncestralDiscreteScheduler",
+    "heun": "HeunDiscreteScheduler",
+    "dpm++": "DPMSolverMultistepScheduler",
+    "dpm++-single": "DPMSolverSinglestepScheduler",
+    "dpm2": "KDPM2DiscreteScheduler",
+    "dpm2-a": "KDPM2AncestralDiscreteScheduler",
+    "unipc": "UniPCMultistepScheduler",
+    "deis": "DEISMultistepScheduler",
+    "lcm": "LCMScheduler",
+    "tcd": "TCDScheduler",
+}
 _STEPS = 10  # of a trial; with fewer, some schedulers begin far below the highest timestep
 
 
@@ -116,6 +110,36 @@ def scheduler_like(own: Any, kind: Any, **settings: Any) -> Any:
     if not wanted / 2 <= begins <= wanted * 2:
         raise ElfattError(f"its first timestep is {begins:g} where the model's is {wanted:g}")
     return made
+
+
+def make_scheduler(name: str, own: Any, *, accepted: str = "", plms: bool = True) -> Any:
+    """Return a scheduler by a name in `SCHEDULERS`, or by diffusers' class, with the settings of a model's own.
+
+    With `plms`, PNDM goes without its Runge-Kutta start. Where `accepted` is empty, errors list what fits the model.
+    """
+    import diffusers
+
+    def make(name: str) -> Any:
+        kind = getattr(diffusers, SCHEDULERS.get(name.lower(), name))
+        return scheduler_like(
+            own, kind, **({"skip_prk_steps": True} if plms and kind is diffusers.PNDMScheduler else {})
+        )
+
+    def fits(name: str) -> bool:
+        with contextlib.suppress(ElfattError):
+            return make(name) is not None
+        return False
+
+    found = SCHEDULERS.get(name.lower(), "PNDMScheduler" if name == "PLMS" else name)
+    if not issubclass(getattr(diffusers, found, object), diffusers.SchedulerMixin):
+        raise ElfattError(f"scheduler={name!r} is not known; accepted: {accepted or ', '.join(SCHEDULERS)}.")
+    try:
+        return make(found)
+    except ElfattError as error:
+        accepted = accepted or ", ".join(filter(fits, SCHEDULERS))
+        remedy = f"accepted: {accepted}" if accepted else "leave it out, as no other does"
+        own_name = type(own).__name__
+        raise ElfattError(f"scheduler={name!r} does not fit the model's {own_name}: {error}; {remedy}.") from error
 
 
 def _try(scheduler: Any) -> float:
@@ -142,17 +166,12 @@ def call_loader(model: str | Path, load: Callable[..., Any], *args: Any, source:
     try:
         return load(*args, **options)
     except Exception as error:
-        kind = ElfattFailure if _unreachable(error) else ElfattError
-        if kind is ElfattFailure:
-            source = source.replace("the hub", "the hub, which cannot be reached")
-        reason = _lacking(error) or shortened(error.__cause__ or error)
+        kind, reason = ElfattError, shortened(error.__cause__ or error)
+        if _unreachable(error):
+            kind, source = ElfattFailure, source.replace("the hub", "the hub, which cannot be reached")
+        if lacks := re.search(r"diffusers['`]? has no (?:attribute|class) ['`]?(\w+)", str(error)):
+            reason = f"the installed diffusers {version('diffusers')} has no {lacks[1]}; pip install -U diffusers."
         raise kind(f"model={str(model)!r} could not be loaded{source}: {reason}") from error
-
-
-def _lacking(error: Exception) -> str:
-    found = re.search(r"diffusers['`]? has no (?:attribute|class) ['`]?(\w+)", str(error))
-    lacks = f"the installed diffusers {version('diffusers')} has no "
-    return f"{lacks}{found[1]}; pip install -U diffusers." if found else ""
 
 
 _NOT_REACHED = {"ConnectionError", "TransportError", "Timeout", "TimeoutError", "gaierror", "OfflineModeIsEnabled"}
@@ -173,10 +192,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or current.__context__
 
 
-def first_cause(error: BaseException) -> BaseException:
-    return list(_causes(error))[-1]
-
-
 def dtype_keyword() -> str:
     import diffusers
 
@@ -188,7 +203,6 @@ def shortened(error: BaseException) -> str:
     return textwrap.shorten(str(error), 240, placeholder=" ...") or type(error).__name__
 
 
-Shapes = dict[str, tuple[int, ...]]
 # The first convolution of a UNet, which tells by its input channels what the pipeline hands it.
 _FIRST = "model.diffusion_model.input_blocks.0.0.weight"
 _SD_KINDS = {
@@ -214,71 +228,53 @@ def load_file(path: Path, options: dict[str, Any]) -> Any:
     """Load a pipeline from one file; its configuration is next to it, or comes from the hub."""
     import diffusers
 
-    shapes = weight_shapes(path) if path.suffix.lower() == ".safetensors" else _pickled_shapes(path)
-    kind = kind_of_file(path, shapes)
+    kind = kind_of_file(path)
     if not options.keys() & {"config", "original_config"}:
-        if kind_of_directory(path.parent) == kind:
-            options["config"] = str(path.parent)
-        elif kind in _CONFIGS:
-            options["config"] = _CONFIGS[kind]
+        beside = (path.parent / INDEX).is_file() and _index(path.parent)["_class_name"] == kind
+        if config := str(path.parent) if beside else _CONFIGS.get(kind):
+            options["config"] = config
     try:
         return call_loader(path, lambda: getattr(diffusers, kind).from_single_file(str(path), **options))
     except ElfattFailure as error:
         raise ElfattFailure(
             f"model={str(path)!r} needs the configuration of a {kind}, which is not on this machine, and the hub "
-            f"cannot be reached ({shortened(first_cause(error))}); put its {INDEX} and the folders named there next to "
-            "the file, or give config=DIRECTORY in Python."
+            f"cannot be reached ({shortened(list(_causes(error))[-1])}); put its {INDEX} and the folders named there "
+            "next to the file, or give config=DIRECTORY in Python."
         ) from error
 
 
-def weight_shapes(path: Path) -> Shapes:
-    """Return the shapes of the weights in a `.safetensors` file; its data is not read."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="np") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ElfattError(f"model={str(path)!r} is not a readable .safetensors file: {shortened(error)}") from error
-
-
-def _pickled_shapes(path: Path) -> Shapes:
-    import torch
-
-    weights = call_loader(path, torch.load, path, map_location="meta", weights_only=False)
-    weights = weights.get("state_dict", weights) if isinstance(weights, dict) else {}
-    return {name: tuple(weight.shape) for name, weight in weights.items() if hasattr(weight, "shape")}
-
-
-def kind_of_file(path: Path, shapes: Shapes) -> str:
+def kind_of_file(path: Path) -> str:
     """Return the class of pipeline that a checkpoint is of, by its text encoders and by what its UNet takes."""
-    if _FIRST not in shapes:
+    if path.suffix.lower() == ".safetensors":
+        try:
+            with safe_open(path, framework="np") as file:
+                names = list(file.keys())
+                channels = file.get_slice(_FIRST).get_shape()[1] if _FIRST in names else 0
+        except (OSError, SafetensorError) as error:
+            raise ElfattError(f"model={str(path)!r} is not a readable .safetensors file: {shortened(error)}") from error
+    else:
+        weights = call_loader(path, torch.load, path, map_location="meta", weights_only=False)
+        names = weights.get("state_dict", weights) if isinstance(weights, dict) else {}
+        channels = names[_FIRST].shape[1] if _FIRST in names else 0
+    if not channels:
         raise ElfattError(f"model={str(path)!r} is not a Stable Diffusion checkpoint: it has no {_FIRST!r}.")
-    channels = shapes[_FIRST][1]
-    if any(name.startswith("conditioner.embedders.1.") for name in shapes):
+    if any(name.startswith("conditioner.embedders.1.") for name in names):
         family, kinds = "SDXL", _SDXL_KINDS
-    elif any(name.startswith("conditioner.embedders.0.model.") for name in shapes):
+    elif any(name.startswith("conditioner.embedders.0.model.") for name in names):
         family, kinds = "the SDXL refiner", _REFINER_KINDS
     else:
         family, kinds = "Stable Diffusion", _SD_KINDS
     if channels not in kinds:
-        accepted = ", ".join(map(str, kinds))
         raise ElfattError(
             f"model={str(path)!r} is of {family}, and its UNet takes {channels} channels, which no known pipeline "
-            f"hands it; accepted: {accepted}."
+            f"hands it; accepted: {', '.join(map(str, kinds))}."
         )
     return kinds[channels]
 
 
 _EMBEDDED = " or ".join(map(repr, EMBEDDED))
-_DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "float16": "float16",
-    "fp16": "float16",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-}
+_DTYPES = {"float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16}
+_DTYPES |= {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 _LONGEST_NAME = 240  # characters of a model that a message repeats
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
@@ -322,7 +318,22 @@ def load_pipeline(
     options = {dtype_keyword(): picked, **options}
     if isinstance(source, Path) and source.is_file():
         return load_file(source, options).to(place)
-    return _from_pretrained(source, allow_pickle, {"variant": variant, **options}).to(place)
+    return _from_pretrained(source, use_safetensors=None if allow_pickle else True, variant=variant, **options).to(
+        place
+    )
+
+
+def _from_pretrained(model: str | Path, **options: Any) -> Any:
+    from diffusers import DiffusionPipeline
+
+    source = "" if isinstance(model, Path) else " from the hub, and there is no such directory here"
+    try:
+        return call_loader(model, DiffusionPipeline.from_pretrained, model, source=source, **options)
+    except ElfattError as error:
+        if source and options["variant"] is None and "no file named" in str(error):
+            remedy = "if its weights are *.fp16.safetensors alone, give variant='fp16' (--variant fp16)"
+            raise ElfattError(f"{error}; {remedy}.") from error
+        raise
 
 
 def check_names(device: str, dtype: str | torch.dtype) -> None:
@@ -349,7 +360,13 @@ def check_model(
         check_directory(path, given, allow_pickle, variant)
         return path
     if os.path.isfile(path):
-        _check_file(path, variant)
+        suffix = path.suffix.lower()
+        if suffix != ".safetensors" and suffix not in PICKLES:
+            raise ElfattError(f"model={str(path)!r} is not a checkpoint; give a .safetensors file, or a directory.")
+        if variant is not None:
+            raise ElfattError(f"variant={variant!r} is for a directory or a hub id; model={str(path)!r} is one file.")
+        if suffix == ".safetensors":
+            kind_of_file(path)
         return path
     if _HUB_ID.fullmatch(str(model)):
         return str(model)
@@ -367,63 +384,24 @@ def check_model(
 
 def pick_device(device: str) -> torch.device:
     """Return the torch device that a name stands for."""
-    import torch
-
-    from elfatt_sd.devices import accelerators
-
     check_names(device, "auto")
     there = accelerators()
     if device == "auto":
         return torch.device(next(iter(there), "cpu"))
     place = torch.device(device)
     if (place.index or 0) >= {"cpu": 1, **there}.get(place.type, 0):
-        raise ElfattError(f"device={device!r} is not on this machine; there is: {_devices()}.")
+        names = ["cpu", *(f"{kind}:{index}" for kind, count in there.items() for index in range(count))]
+        raise ElfattError(f"device={device!r} is not on this machine; there is: {', '.join(names)}.")
     return place
-
-
-def _devices() -> str:
-    from elfatt_sd.devices import accelerators
-
-    found = (f"{kind}:{index}" for kind, count in accelerators().items() for index in range(count))
-    return ", ".join(["cpu", *(name.removesuffix(":0") if name.startswith("mps") else name for name in found)])
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """Return the torch dtype that a name stands for on a device."""
-    import torch
-
-    from elfatt_sd.devices import device_name
-
     check_names("auto", dtype)
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.float16
-    found: torch.dtype = getattr(torch, _DTYPES[str(dtype).removeprefix("torch.")])
+    found = _DTYPES[str(dtype).removeprefix("torch.")]
     supported = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
     if found == torch.bfloat16 and supported is not None and not supported():
         raise ElfattError(f"dtype={str(dtype)!r} is not there on {device_name(device)}; give float16.")
     return found
-
-
-def _check_file(path: Path, variant: str | None) -> None:
-    suffix = path.suffix.lower()
-    if suffix != ".safetensors" and suffix not in PICKLES:
-        raise ElfattError(f"model={str(path)!r} is not a checkpoint; give a .safetensors file, or a directory.")
-    if variant is not None:
-        raise ElfattError(f"variant={variant!r} is for a directory or a hub id, and model={str(path)!r} is one file.")
-    if suffix == ".safetensors":
-        kind_of_file(path, weight_shapes(path))
-
-
-def _from_pretrained(model: str | Path, allow_pickle: bool, options: dict[str, Any]) -> Any:
-    from diffusers import DiffusionPipeline
-
-    safe = None if allow_pickle else True
-    source = "" if isinstance(model, Path) else " from the hub, and there is no such directory here"
-    load = DiffusionPipeline.from_pretrained
-    try:
-        return call_loader(model, load, model, source=source, use_safetensors=safe, **options)
-    except ElfattError as error:
-        if source and options.get("variant") is None and "no file named" in str(error):
-            remedy = "if its weights are *.fp16.safetensors alone, give variant='fp16' (--variant fp16)"
-            raise ElfattError(f"{error}; {remedy}.") from error
-        raise

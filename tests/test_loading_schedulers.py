@@ -10,8 +10,7 @@ import torch
 
 from elfatt_sd.drawing.running import check_steps
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.images import _scheduler
-from elfatt_sd.loading import load_pipeline, scheduler_like
+from elfatt_sd.loading import load_pipeline, make_scheduler, scheduler_like
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 COMMON = {"DDIM", "DDPM", "PNDM", "EulerDiscrete", "EulerAncestralDiscrete", "HeunDiscrete", "KDPM2Discrete", "LCM"}
@@ -48,7 +47,7 @@ def test_every_scheduler_draws_with_the_toy_or_is_refused() -> None:
     own, drawn = pipe.scheduler, set()
     for kind in classes():
         try:
-            pipe.scheduler = _scheduler(kind.__name__, own)
+            pipe.scheduler = make_scheduler(kind.__name__, own)
             check_steps(pipe, 2)
         except ElfattError as error:
             assert f"scheduler='{kind.__name__}'" in str(error) and "; " in str(error) and "\n" not in str(error)

@@ -120,6 +120,7 @@ def generate(
     ] = "0.5,0.5",
 ) -> None:
     """Draw images, each a PNG with its settings inside and a JSON file next to it."""
+    from elfatt_sd.drawing.compare import compared
     from elfatt_sd.drawing.studio import Request, Studio, check_quoted, read_prompts
     from elfatt_sd.visualize.looks import Asked
 
@@ -140,7 +141,7 @@ def generate(
     studio = Studio(pipe, request, out)
     images = request.num_images * len(prompts)
     with progress(images, 2 * images + 1 if compare else images) as (studio.on_step, on_image):
-        for result in studio.results():
+        for result in compared(studio) if compare else studio.results():
             results.append(result.without_picture())  # there may be more than memory holds
             on_image(result)
     seconds = median(result.seconds for result in results)
@@ -181,7 +182,7 @@ def try_methods(
     """
     from elfatt_sd.config import PatchConfig, known_method
     from elfatt_sd.drawing.compare import Trial
-    from elfatt_sd.drawing.studio import Request
+    from elfatt_sd.drawing.studio import Request, Studio
 
     words = [" ".join(prompt)] if prompt else []
     all_prompts, all_models = [*words, *(prompts or ())] or [PROMPT], [*([model] if model else []), *(models or ())]
@@ -194,18 +195,18 @@ def try_methods(
         _draw_sheet(sources, all_prompts, chosen, rounds, {"seed": seed, **drawing}, out)
         return
     pipe = sources[request.model].load_for(request)
-    trial = Trial(pipe, request, chosen, rounds)
+    studio = Studio(pipe, request, out)
+    trial = Trial(studio, chosen, rounds)
     try:
-        with progress(trial.images) as (on_step, on_image):
-            for shot in trial.run(on_step):
-                on_image(shot)
+        with progress(trial.images) as (studio.on_step, on_image):
+            trial.run(on_image)
     finally:  # what is finished is shown and kept when it is stopped
         if trial.rows:
             _show_trial(trial, trial.write(out))
 
 
 def _show_trial(trial: Trial, path: Path) -> None:
-    table = Table(title=one_line(f"{trial.request.prompts[0]}, seed {trial.request.seed}"), title_justify="left")
+    table = Table(title=one_line(f"{trial.prompt}, seed {trial.seed}"), title_justify="left")
     for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
         table.add_column(name, justify="left" if name == "method" else "right")
     for row in trial.rows:
@@ -225,8 +226,7 @@ def _draw_sheet(
         lambda request: sources[request.model].load_for(request), list(sources), prompts, methods, rounds, **settings
     )
     with progress(sheet.images) as (on_step, on_image):
-        for image in sheet.run(on_step):
-            on_image(image)
+        sheet.run(on_step, on_image)
     print("\n".join(sheet.summary()))
     print(sheet.write(out))
 

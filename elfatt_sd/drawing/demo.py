@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from elfatt_sd.config import METHODS, UNTOUCHED, PatchConfig, method_named
-from elfatt_sd.drawing.pictures import psnr
-from elfatt_sd.drawing.running import Shot
-from elfatt_sd.drawing.studio import OnStep, Request, Studio, fault_of_pair, why_unchanged
+from elfatt_sd.drawing.compare import Trial, pair
+from elfatt_sd.drawing.studio import OnStep, Request, Studio
 from elfatt_sd.errors import ElfattError, in_plain_words
-from elfatt_sd.measure import ratios
 from elfatt_sd.patch import plan
 from elfatt_sd.toy import PROMPT
 
@@ -44,10 +42,10 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
             bar((step, of), desc="drawing", unit="steps")
 
         try:
-            pair = demo.answer(model, prompt, method, file, steps, seed, tell)
+            drawn = demo.draw(model, prompt, method, file, steps, seed, tell)
         except ElfattError as error:
             raise gradio.Error(str(error), duration=None, print_exception=False) from error
-        return (pair.untouched, pair.patched), pair.figures, pair.plan
+        return (drawn.untouched, drawn.patched), drawn.figures, drawn.plan
 
     with gradio.Blocks(title=TITLE, analytics_enabled=False) as page:
         gradio.Markdown(f"# {TITLE}\nLeft of the slider untouched, right of it patched: the same prompt and seed.")
@@ -82,76 +80,49 @@ class Pair:
     plan: str  # what was patched, in lines
 
 
-@dataclass
 class Demo:
     """Pipelines that are loaded when they are first asked for; one image is drawn at a time."""
 
-    load: Callable[[str], Any]  # returns a pipeline by its name, as `load_pipeline` does
-    _pipes: dict[str, Any] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, load: Callable[[str], Any]) -> None:
+        self._load = functools.cache(load)  # returns a pipeline by its name, as `load_pipeline` does
+        self._lock = threading.Lock()
 
     def draw(
         self,
         model: str,
         prompt: str,
         method: str,
-        file: str | Path | None = None,
-        steps: int | None = None,
-        seed: int = 0,
+        file: str | Path | None = None,  # a saved configuration in the method's place
+        steps: float | None = None,
+        seed: float | None = 0,
         on_step: OnStep = lambda step, steps: None,
     ) -> Pair:
-        """Draw an image untouched and patched, in turn, after a warm-up of two steps each."""
-        config = method_named(method) if file is None else PatchConfig.load(file)
-        request = Request((prompt,), config, model=model, steps=steps, seed=seed, compare=True)
-        with self._lock:
-            if model not in self._pipes:
-                self._pipes[model] = self.load(model)
-            return self._draw(self._pipes[model], request, on_step)
-
-    def answer(
-        self,
-        model: str,
-        prompt: str,
-        method: str,
-        file: str | None,
-        steps: float | None,
-        seed: float | None,
-        on_step: OnStep,
-    ) -> Pair:
-        """Draw what the fields of a page ask for; see `draw`. An empty field is None."""
+        """Draw a patched image between two untouched ones; what the page's fields are wrong in is one line."""
         if seed is None:
             raise ElfattError("there is no seed; give a whole number, such as 0.")
         whole = None if steps is None else int(steps)
         try:
-            return self.draw(model, prompt, method, file or None, whole, int(seed), on_step)
+            config = PatchConfig.load(file) if file else method_named(method)
+            request = Request((prompt,), config, model=model, steps=whole, seed=int(seed), compare=True)
+            with self._lock:
+                return self._draw(self._load(model), request, on_step)
         except Exception as error:
             raise ElfattError(in_plain_words(error)) from error
 
     def _draw(self, pipe: Any, request: Request, on_step: OnStep) -> Pair:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            before, after = self._shots(Studio(pipe, request, Path()), on_step)
-        said = dict.fromkeys(str(warning.message) for warning in told if "elfatt-sd" in str(warning.message))
-        pictures = before.frames[0], after.frames[0]
-        decibel, ratio = psnr(*pictures), ratios([before.seconds], [after.seconds])[0]
-        if fault := fault_of_pair(before, after):
-            figures = f"Not compared: {fault}."
-        elif math.isfinite(decibel):
-            figures = f"{ratio:.2f} times as fast as untouched (one image each, in turn, after a warm-up); "
-            figures += f"PSNR {decibel:.1f} dB."
-        else:
-            figures = why_unchanged(request.config, len(pipe.scheduler.timesteps))
-        planned = plan(pipe, request.config, height=pictures[0].height, width=pictures[0].width)
-        return Pair(*pictures, " ".join([figures, *said]), str(planned))
+        drawn = 0
 
-    def _shots(self, studio: Studio, on_step: OnStep) -> tuple[Shot, Shot]:
-        """Draw untouched and patched, after a warm-up of each."""
-        prompt, seed = studio.request.prompts[0], studio.request.seed
-        studio.warm_up()
-        with studio.patched():
-            studio.warm_up()
-        studio.on_step = lambda step, steps: on_step(step, 2 * steps)
-        before = studio.draw(prompt, seed)
-        with studio.patched():
-            studio.on_step = lambda step, steps: on_step(steps + step, 2 * steps)
-            return before, studio.draw(prompt, seed)
+        def tell(step: int, steps: int) -> None:
+            nonlocal drawn
+            on_step(drawn * steps + step, trial.images * steps)
+            drawn += step == steps
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trial = Trial(Studio(pipe, request, Path(), tell), [request.config], 1, again=True)
+            trial.run()
+        own_warnings = dict.fromkeys(str(each.message) for each in caught if "elfatt-sd" in str(each.message))
+        untouched, own, figures = pair(trial)
+        fault = [f"the patched image {own.fault}"] if own.fault else []
+        planned = plan(pipe, request.config, height=own.picture.height, width=own.picture.width)
+        return Pair(untouched.picture, own.picture, "\n".join([figures, *fault, *own_warnings]), str(planned))

@@ -9,12 +9,11 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from statistics import mean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from PIL import Image
@@ -24,7 +23,6 @@ import elfatt_sd
 from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import memory_counters
-from elfatt_sd.drawing.pictures import psnr, side_by_side
 from elfatt_sd.drawing.running import (
     Shot,
     check_steps,
@@ -42,26 +40,9 @@ from elfatt_sd.drawing.running import (
 )
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import atomic_file, write_json
-from elfatt_sd.loading import scheduler_like
-from elfatt_sd.measure import Spread, busy, ratios, times_as_fast
+from elfatt_sd.loading import SCHEDULERS, make_scheduler
 from elfatt_sd.patch import apply_patch, plan, restored, warn_if_slower
 
-SCHEDULERS = {
-    "ddim": "DDIMScheduler",
-    "ddpm": "DDPMScheduler",
-    "pndm": "PNDMScheduler",
-    "euler": "EulerDiscreteScheduler",
-    "euler-a": "EulerAncestralDiscreteScheduler",
-    "heun": "HeunDiscreteScheduler",
-    "dpm++": "DPMSolverMultistepScheduler",
-    "dpm++-single": "DPMSolverSinglestepScheduler",
-    "dpm2": "KDPM2DiscreteScheduler",
-    "dpm2-a": "KDPM2AncestralDiscreteScheduler",
-    "unipc": "UniPCMultistepScheduler",
-    "deis": "DEISMultistepScheduler",
-    "lcm": "LCMScheduler",
-    "tcd": "TCDScheduler",
-}
 LARGEST_FILE = 2**26  # bytes of a file of prompts
 
 
@@ -153,74 +134,31 @@ OnStep = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class PeakMemory:
-    """A peak of memory and what it counts; `size` in bytes, None where the system does not tell."""
+class Drawn:
+    """An image that is done, for who shows progress."""
 
-    size: int | None
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.what}: {'not measured' if self.size is None else f'{self.size / 1e9:.2f} GB'}"
-
-
-class Drawn(Protocol):
-    """What the command line shows of an image that is done."""
-
-    @property
-    def picture(self) -> Image.Image:
-        """The image."""
-
-    @property
-    def name(self) -> str:
-        """What to call it."""
-
-    @property
-    def fault(self) -> str:
-        """What is wrong with it, in a sentence; empty otherwise."""
+    name: str  # what to call it
+    picture: Image.Image
+    seconds: float  # from prompt to image
+    fault: str  # what is wrong with it, in a sentence; empty otherwise
 
     def summary(self) -> str:
-        """Return what to print."""
+        return f"{self.name}: {self.seconds:.2f} s"
 
 
 @dataclass(frozen=True)
-class Result:
-    """One finished file."""
+class Result(Drawn):
+    """One finished file; its picture and seconds are those of the method."""
 
     path: Path  # the PNG
-    picture: Image.Image  # what the method drew
-    seconds: float  # prompt to image, with the method
-    memory: PeakMemory  # peak while it was drawn
-    untouched: tuple[float, ...] = ()  # prompt to image without the method, before and after it, where both were drawn
-    psnr_db: float | None = None  # of the method's image against the untouched one, where both were drawn
-    unchanged: str = ""  # what to say where both are identical; empty otherwise
-    fault: str = ""  # which image is none, and why; empty otherwise
-
-    @property
-    def name(self) -> str:
-        """What to call it."""
-        return str(self.path)
+    memory: str  # peak while it was drawn, in words
+    figures: str = ""  # of the comparison with the untouched image, in words; empty where there is none
 
     def summary(self) -> str:
-        """Return its path and how long it took, for people."""
-        if not self.untouched:
-            return f"{self.path}\n  {self.seconds:.2f} s"
-        times = f"untouched {self.untouched_seconds:.2f} s, patched {self.seconds:.2f} s"
-        if self.fault or self.unchanged:
-            return f"{self.path}\n  {self.unchanged or 'not compared'} ({times})"
-        speed = Spread.over(ratios(self.untouched, [self.seconds] * 2)).words()
-        told = f"\n  {text}" if (text := busy([self.untouched])) else ""
-        return (
-            f"{self.path}\n  {times}: {speed} times as fast (between two untouched runs, after a warm-up); "
-            f"PSNR {self.psnr_db:.1f} dB{told}"
-        )
+        return f"{self.path}\n  {self.figures or f'{self.seconds:.2f} s'}"
 
     def without_picture(self) -> Result:
         return replace(self, picture=Image.new("RGB", (1, 1)))
-
-    @property
-    def untouched_seconds(self) -> float | None:
-        """Prompt to image without the method, as the mean of before and after."""
-        return mean(self.untouched) if self.untouched else None
 
 
 @dataclass
@@ -231,123 +169,76 @@ class Studio:
     request: Request  # what to draw
     folder: Path  # where the files go; it is made when the first one is written
     # called after every denoising step with the step's number, from 1, and how many there are
-    on_step: OnStep = field(default=lambda step, steps: None)
+    on_step: OnStep = lambda step, steps: None
 
     def __post_init__(self) -> None:
-        check_text_to_image(self.pipe)
-        request = self.request
-        own_steps, own_guidance = own_settings(self.pipe, request.model)
+        request, pipe = self.request, self.pipe
+        check_text_to_image(pipe)
+        own_steps, own_guidance = own_settings(pipe, request.model)
         self.steps = own_steps if request.steps is None else request.steps
         self.guidance = own_guidance if request.guidance is None else request.guidance
-        check_steps(self.pipe, self.steps)
+        check_steps(pipe, self.steps)
         if request.scheduler is not None:
-            self.pipe.scheduler = make_scheduler(request.scheduler, self.pipe.scheduler)
+            pipe.scheduler = make_scheduler(request.scheduler, pipe.scheduler)
         if request.negative_prompt is not None:
-            self._check_negative_prompt()
-        elif request.guidance is not None and not guides(self.pipe):
+            if "negative_prompt" not in taken(pipe):
+                raise ElfattError(f"negative_prompt is not accepted; {type(pipe).__name__} has none.")
+            if self.guidance is not None and self.guidance <= 1:
+                warnings.warn(f"negative_prompt has no effect with guidance={self.guidance:g}.", stacklevel=3)
+        elif request.guidance is not None and not guides(pipe):
             text = f"guidance={request.guidance:g} has no effect on this model without a negative_prompt."
             warnings.warn(text, stacklevel=3)
-        dimensions = dimensions_of(self.pipe)
-        dimensions.check(request.height, request.width)
-        if text := dimensions.small(request.height, request.width):
+        height, width = request.height, request.width
+        dimensions = dimensions_of(pipe)
+        dimensions.check(height, width)
+        if text := dimensions.small(height, width):
             warnings.warn(text, stacklevel=3)
-        warn_if_too_large(self.pipe, request.height, request.width, rows=rows_of(self.pipe, self.guidance))
-        tell_cut_prompts(self.pipe, (*request.prompts, request.negative_prompt or ""))
-        self.pipe.set_progress_bar_config(disable=True)
+        warn_if_too_large(pipe, height, width, rows=rows_of(pipe, self.guidance))
+        if request.config.active and (height or width) and not request.autotune:
+            warn_if_slower(plan(pipe, request.config, height=height, width=width))
+        tell_cut_prompts(pipe, (*request.prompts, request.negative_prompt or ""))
+        pipe.set_progress_bar_config(disable=True)
+        self._options = guidance_options(pipe, self.guidance, request.negative_prompt)
+        self._options |= exact_size(pipe, height, width)
 
-    def _check_negative_prompt(self) -> None:
-        if "negative_prompt" not in taken(self.pipe):
-            raise ElfattError(f"negative_prompt is not accepted; {type(self.pipe).__name__} has none.")
-        if self.guidance is not None and self.guidance <= 1:
-            warnings.warn(f"negative_prompt has no effect with guidance={self.guidance:g}.", stacklevel=3)
+    def shots(self) -> Iterator[tuple[str, int]]:
+        """Yield the prompt and the seed of each image."""
+        request = self.request
+        return itertools.product(request.prompts, range(request.seed, request.seed + request.num_images))
 
     def results(self) -> Iterator[Result]:
         """Draw, write and yield one image after the other; what is written stays, whatever happens later."""
-        request = self.request
-        seeds = range(request.seed, request.seed + request.num_images)
-        asked = list(itertools.product(request.prompts, seeds))
-        if request.compare:
-            yield from self._compared(asked)
-        else:
-            with self.patched():
-                yield from itertools.starmap(self._single, asked)
+        with self.patched():
+            for prompt, seed in self.shots():
+                yield self._write(prompt, seed, self.draw(prompt, seed))
 
-    def _compared(self, asked: Sequence[tuple[str, int]]) -> Iterator[Result]:
-        """Draw each patched image between two untouched ones: its own, and the next one's or, at the end, its own."""
-        self._warm_up_both()
-        before = self.draw(*asked[0])
-        for (prompt, seed), following in zip(asked, (*asked[1:], asked[-1]), strict=True):
-            with self.patched():
-                own = self.draw(prompt, seed)
-            after = self.draw(*following)
-            yield self._compare(prompt, seed, own, before, after.seconds)
-            before = after
+    def _write(self, prompt: str, seed: int, shot: Shot) -> Result:
+        picture, fault = shot.frames[0], shot.fault and f"the image {shot.fault}"
+        path = write_image(free_name(self.folder, prompt), picture, self.record(prompt, seed, shot))
+        return Result(str(path), picture, shot.seconds, fault, path, self.memory(shot))
 
     @contextmanager
-    def patched(self) -> Iterator[None]:
-        """Have the pipeline patched within a `with` block."""
+    def patched(self, config: PatchConfig | None = None) -> Iterator[None]:
+        """Have the pipeline patched within a `with` block, as the request says if nothing else is given."""
         with restored(self.pipe):
-            request = self.request
-            apply_patch(self.pipe, request.config, autotune=request.autotune)
-            if (request.height or request.width) and not request.autotune:
-                warn_if_slower(plan(self.pipe, request.config, height=request.height, width=request.width))
+            apply_patch(self.pipe, config or self.request.config, autotune=self.request.autotune)
             yield
 
     def warm_up(self) -> None:
         """Run the pipeline as it is for two steps, so that what comes next does not pay for a first call."""
+        prompt, seed = next(self.shots())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is said of so short a run does not hold for the whole one
-            self._draw(self.request.prompts[0], self.request.seed, min(2, self.steps), lambda step, steps: None)
-
-    def _warm_up_both(self) -> None:
-        self.warm_up()
-        with self.patched():
-            self.warm_up()
-
-    def _single(self, prompt: str, seed: int) -> Result:
-        shot = self.draw(prompt, seed)
-        picture, record = shot.frames[0], self._record(prompt, seed, shot)
-        path = write_image(free_name(self.folder, prompt), picture, record)
-        return Result(path, picture, shot.seconds, self._memory(shot), fault=shot.fault and f"the image {shot.fault}")
-
-    def _compare(self, prompt: str, seed: int, after: Shot, before: Shot, again: float) -> Result:
-        untouched, pictures = (before.seconds, again), [before.frames[0], after.frames[0]]
-        method, decibel = self.request.config.method, psnr(*pictures)
-        ratio = mean(untouched) / after.seconds
-        speed = times_as_fast(f"{ratio:.2f}", bool(busy([untouched])))
-        unchanged, details = "", f"{speed}, PSNR {decibel:.1f} dB"
-        fault = fault_of_pair(before, after)
-        if fault:
-            details = "not compared: no image"
-        elif not math.isfinite(decibel):
-            calls = len(self.pipe.scheduler.timesteps)
-            unchanged = why_unchanged(self.request.config, calls)
-            details = "identical: it changed nothing in this run"
-        captions = [(f"untouched, {mean(untouched):.2f} s", ""), (f"{method}, {after.seconds:.2f} s", details)]
-        sheet = side_by_side(pictures, captions, title=prompt)
-        record = self._record(prompt, seed, after) | {
-            "untouched_seconds": mean(untouched),
-            "speed_ratio": ratio,
-            "speed_ratios": list(ratios(untouched, [after.seconds] * 2)),
-            "psnr_db": None if fault or unchanged else decibel,
-            "identical": bool(unchanged),
-            "timing": "one run between two untouched ones, after a warm-up of two steps",
-        }
-        path = write_image(free_name(self.folder, prompt), sheet, record)
-        return Result(path, pictures[1], after.seconds, self._memory(after), untouched, decibel, unchanged, fault)
+            draw(self.pipe, prompt, seed, min(2, self.steps), self._options, lambda step, steps: None)
 
     def draw(self, prompt: str, seed: int) -> Shot:
         """Draw one image with the pipeline as it is."""
-        return self._draw(prompt, seed, self.steps, self.on_step)
+        return draw(self.pipe, prompt, seed, self.steps, self._options, self.on_step)
 
-    def _draw(self, prompt: str, seed: int, steps: int, on_step: OnStep) -> Shot:
-        given = guidance_options(self.pipe, self.guidance, self.request.negative_prompt)
-        given |= exact_size(self.pipe, self.request.height, self.request.width)
-        return draw(self.pipe, prompt, seed, steps, given, on_step)
-
-    def record(self, prompt: str, seed: int, picture: Image.Image) -> dict[str, Any]:
-        """Return what an image depends on, as plain data."""
-        request = self.request
+    def record(self, prompt: str, seed: int, shot: Shot) -> dict[str, Any]:
+        """Return what an image depends on, and what it took, as plain data."""
+        request, pipe = self.request, self.pipe
+        height, width = shot.pixels.shape[1:3]
         return {
             "prompt": prompt,
             "seed": seed,
@@ -358,21 +249,20 @@ class Studio:
             "steps": self.steps,
             "guidance": self.guidance,
             "negative_prompt": request.negative_prompt,
-            "height": picture.height,
-            "width": picture.width,
-            "scheduler": type(self.pipe.scheduler).__name__,
-            "device": str(self.pipe.device),
-            "dtype": str(self.pipe.dtype).removeprefix("torch."),
+            "height": height,
+            "width": width,
+            "scheduler": type(pipe.scheduler).__name__,
+            "device": str(pipe.device),
+            "dtype": str(pipe.dtype).removeprefix("torch."),
             "versions": versions(),
+            "seconds": shot.seconds,
+            "peak_memory_bytes": shot.peak,
+            "peak_memory": peak_in_words(torch.device(pipe.device)),
         }
 
-    def _record(self, prompt: str, seed: int, shot: Shot) -> dict[str, Any]:
-        memory = self._memory(shot)
-        measured = {"seconds": shot.seconds, "peak_memory_bytes": memory.size, "peak_memory": memory.what}
-        return self.record(prompt, seed, shot.frames[0]) | measured
-
-    def _memory(self, shot: Shot) -> PeakMemory:
-        return PeakMemory(shot.peak, peak_in_words(torch.device(self.pipe.device)))
+    def memory(self, shot: Shot) -> str:
+        size = "not measured" if shot.peak is None else f"{shot.peak / 1e9:.2f} GB"
+        return f"{peak_in_words(torch.device(self.pipe.device))}: {size}"
 
 
 def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Path:
@@ -397,41 +287,6 @@ def peak_in_words(device: torch.device) -> str:
     if memory_counters(device) is not None:
         return f"peak memory allocated by PyTorch on {device.type.upper()}"
     return "peak memory of the whole process since its start" if device.type == "cpu" else "peak memory"
-
-
-def make_scheduler(name: str, own: Any) -> Any:
-    """Return a scheduler with the settings of a model's own."""
-    import diffusers
-
-    def make(short: str) -> Any:
-        kind = getattr(diffusers, scheduler_class(short))
-        return scheduler_like(own, kind, **({"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}))
-
-    def fits(short: str) -> bool:
-        with suppress(ElfattError):
-            return make(short) is not None
-        return False
-
-    try:
-        return make(name)
-    except ElfattError as error:
-        fitting = ", ".join(filter(fits, SCHEDULERS))
-        remedy = f"accepted: {fitting}" if fitting else "leave it out, as no other does"
-        raise ElfattError(
-            f"scheduler={name!r} does not fit the model's {type(own).__name__}: {error}; {remedy}."
-        ) from error
-
-
-def fault_of_pair(untouched: Shot, patched: Shot) -> str:
-    """Say which of two images is none, so that they cannot be compared; empty otherwise."""
-    faults = {"the untouched image": untouched.fault, "the patched image": patched.fault}
-    return next((f"{name} {fault}" for name, fault in faults.items() if fault), "")
-
-
-def why_unchanged(config: PatchConfig, calls: int) -> str:
-    """Return what to say of a method whose image is identical to the untouched one."""
-    text = f"identical: {config.method} changed nothing in this run"
-    return text if config.approximates(0, calls) else f"{text}, of which it approximates no step; give more steps"
 
 
 def free_name(folder: Path, prompt: str) -> Path:

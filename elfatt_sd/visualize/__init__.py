@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from elfatt_sd.visualize.drawing import draw
-    from elfatt_sd.visualize.looks import Grouping, Heads, Look
-    from elfatt_sd.visualize.recording import watch
+    from elfatt_sd.visualize.looks import Grouping, Heads, Look, watch
 
 __all__ = ["Grouping", "Heads", "Look", "draw", "watch"]
 
-if not TYPE_CHECKING:  # the command line reads what to look at without PyTorch
-    _HOMES = {"draw": "drawing", "Grouping": "looks", "Heads": "looks", "Look": "looks", "watch": "recording"}
+if not TYPE_CHECKING:  # matplotlib and PyTorch wait until a name is used
 
     def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
+        if name not in __all__:
             raise AttributeError(f"module 'elfatt_sd.visualize' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"elfatt_sd.visualize.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"elfatt_sd.visualize.{'drawing' if name == 'draw' else 'looks'}"), name)

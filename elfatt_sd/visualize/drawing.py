@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,8 +15,7 @@ from PIL import Image
 from elfatt_sd.drawing.studio import Result, Studio
 from elfatt_sd.evaluation.report.charts import INK, drawing, to_png
 from elfatt_sd.files import write_file
-from elfatt_sd.visualize.looks import Asked, Grouping, Heads, Look
-from elfatt_sd.visualize.recording import watch
+from elfatt_sd.visualize.looks import Asked, Look, watch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,72 +59,54 @@ def draw(look: Look, image: Image.Image | None = None) -> Figure:
 
 
 def _title(look: Look) -> str:
-    grid = f"{look.grid.rows} x {look.grid.columns} tokens" + f", frame 1 of {look.grid.frames}" * (
-        look.grid.frames > 1
+    frame = f", frame 1 of {look.grid.frames}" if look.grid.frames > 1 else ""
+    lines = (
+        f"{look.method}, timestep {look.step + 1} of {look.steps}: {look.what}",
+        f"layer {look.layer}, {look.grid.rows} x {look.grid.columns} tokens{frame}",
     )
-    lines = f"{look.method}, timestep {look.step + 1} of {look.steps}: {look.what}\nlayer {look.layer}, {grid}"
-    return "\n".join(textwrap.fill(line, 118) for line in lines.splitlines())
+    return "\n".join(textwrap.fill(line, 118) for line in lines)
 
 
 def _panels(look: Look, image: Image.Image | None) -> Iterator[Panel]:
     if image is not None:
         yield "image", "the finished image; the query is the small square", lambda axes: _paint_image(axes, look, image)
-    for grouping in ([look.merged] if look.merged is not None else []) + list(look.agents):
-        yield _grouping(look, grouping, "agents" if grouping is not look.merged else "merged tokens")
+    named = [("merged tokens", each) for each in (look.merged,) if each] + [("agents", each) for each in look.agents]
+    for name, grouping in named:
+        shared = grouping.sizes > 1
+        kept = look.grid.tokens - int(shared.sum()) + len(np.unique(grouping.labels[shared]))
+        left = f", {kept} of {look.grid.tokens} are left" if grouping is look.merged else f": {grouping.count} agents"
+        caption = f"tokens of one colour {grouping.what}{left}"
+        if not shared.all():
+            caption += "; tokens without a colour stay as they are"
+        yield name, caption, functools.partial(_paint_labels, look=look, labels=grouping.labels, shown=shared)
+    several = len(look.heads) > 1
+    everywhere = np.ones(look.grid.tokens, dtype=bool)
     for heads in look.heads:
-        if heads.same_keys is not None:
-            yield _sets(look, heads, len(look.heads) > 1)
+        labels = heads.same_keys
+        if labels is not None:
+            caption = f"queries of one colour see the same keys: {len(np.unique(labels))} different sets"
+            name = f"shared keys, {heads.name}" if several else "shared keys"
+            yield name, caption, functools.partial(_paint_labels, look=look, labels=labels, shown=everywhere)
     if look.heads:
-        yield from _keys(look)
-    yield _error(look)
-
-
-def _grouping(look: Look, grouping: Grouping, name: str) -> Panel:
-    shared = grouping.sizes > 1
-    kept = look.grid.tokens - int(shared.sum()) + len(np.unique(grouping.labels[shared]))
-    left = f", {kept} of {look.grid.tokens} are left" if name == "merged tokens" else f": {grouping.count} agents"
-    caption = f"tokens of one colour {grouping.what}{left}"
-    if not shared.all():
-        caption += "; tokens without a colour stay as they are"
-    return name, caption, lambda axes: _paint_labels(axes, look, grouping.labels, shared)
-
-
-def _sets(look: Look, heads: Heads, several: bool) -> Panel:
-    assert heads.same_keys is not None
-    labels = heads.same_keys
-    count = len(np.unique(labels))
-    caption = f"queries of one colour see the same keys: {count} different sets"
-    name = f"shared keys, {heads.name}" if several else "shared keys"
-    return name, caption, lambda axes: _paint_labels(axes, look, labels, np.ones(len(labels), dtype=bool))
-
-
-def _keys(look: Look) -> Iterator[Panel]:
-    size = sum(len(heads.numbers) for heads in look.heads)
-    exact: NDArray[np.float64] = sum(heads.exact * len(heads.numbers) for heads in look.heads) / size  # type: ignore[assignment]
-    text = sum(heads.exact_text * len(heads.numbers) for heads in look.heads) / size
-    everywhere = np.ones(len(exact), dtype=bool)
-    darkest = f"{_darkest(exact, everywhere):.2%}"
-    caption = f"how much the query (the square) takes from each token; darkest: {darkest} or more" + _on_text(text)
-    yield "exact attention", caption, lambda axes: _paint_weights(axes, look, exact, everywhere)
+        sizes = [len(heads.numbers) for heads in look.heads]
+        exact = np.average([heads.exact for heads in look.heads], axis=0, weights=sizes)
+        text = float(np.average([heads.exact_text for heads in look.heads], weights=sizes))
+        caption = f"how much the query (the square) takes from each token{_scale(exact, everywhere, text)}"
+        yield "exact attention", caption, functools.partial(_paint_weights, look=look, weights=exact, seen=everywhere)
     for heads in look.heads:
-        name = "the method" + f", {heads.name}" * (len(look.heads) > 1)
-        seen = int(heads.seen.sum())
-        darkest = f"{_darkest(heads.weights, heads.seen):.2%}"
-        what = f"what it takes instead: it sees {seen} of {look.grid.tokens} tokens; darkest: {darkest} or more"
-        what += _on_text(heads.text)
-        yield name, what, functools.partial(_paint_weights, look=look, weights=heads.weights, seen=heads.seen)
-
-
-def _on_text(weight: float) -> str:
-    return f"; {weight:.0%} is from the text" if weight else ""
-
-
-def _error(look: Look) -> Panel:
+        name = f"the method, {heads.name}" if several else "the method"
+        caption = f"what it takes instead: it sees {int(heads.seen.sum())} of {look.grid.tokens} tokens"
+        caption += _scale(heads.weights, heads.seen, heads.text)
+        yield name, caption, functools.partial(_paint_weights, look=look, weights=heads.weights, seen=heads.seen)
     caption = (
         f"what the layer returned minus its exact output for the same input, {look.relative_error:.1%} of its norm; "
         f"palest: no difference; darkest: {_most(look.error):.0%} or more of a token's mean norm"
     )
-    return "error", caption, lambda axes: _paint_error(axes, look)
+    yield "error", caption, lambda axes: _paint_error(axes, look)
+
+
+def _scale(weights: NDArray[np.float64], seen: NDArray[np.bool_], text: float) -> str:
+    return f"; darkest: {_darkest(weights, seen):.2%} or more" + (f"; {text:.0%} is from the text" if text else "")
 
 
 def _underlay(axes: Any, look: Look, image: Image.Image | None) -> None:
@@ -140,13 +120,9 @@ def _underlay(axes: Any, look: Look, image: Image.Image | None) -> None:
     axes.spines[:].set_visible(False)
 
 
-def _frame(look: Look, values: NDArray[Any]) -> NDArray[Any]:
-    framed: NDArray[Any] = values.reshape(*look.grid, *values.shape[1:])[0]
-    return framed
-
-
 def _show(axes: Any, look: Look, colours: NDArray[np.float64]) -> None:
-    axes.imshow(_frame(look, colours), extent=(0, look.grid.columns, look.grid.rows, 0), interpolation="nearest")
+    first = colours.reshape(*look.grid, -1)[0]  # frame
+    axes.imshow(first, extent=(0, look.grid.columns, look.grid.rows, 0), interpolation="nearest")
 
 
 def _paint_labels(axes: Any, look: Look, labels: NDArray[np.int64], shown: NDArray[np.bool_]) -> None:
@@ -200,9 +176,7 @@ def explain(studio: Studio, results: Sequence[Result], asked: Asked) -> Iterator
 
     The times and the memory of the images are not those of the watched run, which takes more.
     """
-    request = studio.request
-    seeds = range(request.seed, request.seed + request.num_images)
-    for result, (prompt, seed) in zip(results, itertools.product(request.prompts, seeds), strict=True):
+    for result, (prompt, seed) in zip(results, studio.shots(), strict=True):
         with studio.patched(), watch(studio.pipe, asked.layer, asked.step, asked.at) as looks:
             image = studio.draw(prompt, seed).frames[0]
         layers = list(dict.fromkeys(look.layer for look in looks))

@@ -1,25 +1,42 @@
-"""What is seen in one layer and step: plain arrays, and the pure functions that make them of tensors.
+"""See inside a patched run: what a layer is given is attended to again, exactly and in pieces that can be seen.
 
 Shapes: N tokens of the grid, M tokens that attention is given (fewer where tokens merge), H heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+import contextlib
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from elfatt_sd.attention.ordering import Grid
+from elfatt_sd.attention.ordering import Grid, order_merged
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.methods import Attention, Draws, Prepared
+from elfatt_sd.patch import patches_of
+from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.plans import describe
+from elfatt_sd.runtime.call import LayerCall
+from elfatt_sd.runtime.denoiser import Patch
+from elfatt_sd.runtime.exact_run import image_of
+from elfatt_sd.runtime.layer import PatchedLayer, after_forward
 
 if TYPE_CHECKING:
     from elfatt_sd.attention.joint import Keys
+
+MOST_SETS = 512  # of keys: where queries see more different ones, these are not told apart
+ROW = -1  # of a batch: with guidance, the one with the prompt
+_SAME = 1e-4  # relative difference up to which two queries see the same keys
+Labels = NDArray[np.int64]
+Weights = NDArray[np.float64]
+Attend = Callable[[Tensor, Tensor, Tensor, "Keys | None"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,13 +62,6 @@ class Asked:
         except ValueError:
             point = ()
         return cls(layer, step, point)  # type: ignore[arg-type]
-
-
-MOST_SETS = 512  # of keys: where queries see more different ones, these are not told apart
-_SAME = 1e-4  # relative difference up to which two queries see the same keys
-Labels = NDArray[np.int64]
-Weights = NDArray[np.float64]
-Attend = Callable[[Tensor, Tensor, Tensor, "Keys | None"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -146,10 +156,235 @@ class Look:
     relative_error: float
 
 
-def token_at(grid: Grid, at: tuple[float, float]) -> int:
-    """Return the token at a point of the image, in the first frame of a video."""
-    column, row = (min(int(part * size), size - 1) for part, size in zip(at, (grid.columns, grid.rows), strict=True))
-    return row * grid.columns + column
+@contextlib.contextmanager
+def watch(
+    pipe: Any, layer: str | None = None, step: int | None = None, at: tuple[float, float] = (0.5, 0.5)
+) -> Iterator[list[Look]]:
+    """Watch layers of a patched pipeline while it runs within the `with` block; its images stay the same.
+
+    A watched layer computes its attention several times, so that a run is slower and takes more memory.
+
+    Args:
+        pipe: the pipeline, or a bare denoiser, with a patch.
+        layer: path of a patched layer in its denoiser, or a pattern with `*`, which may match several; by default the
+            first one on the finest grid.
+        step: from 1; by default the middle of the approximated steps of each phase.
+        at: the point of the image whose query is followed: fractions of width and height, from the top left corner.
+
+    Yields:
+        a list to which a `Look` is added for each watched layer and step of the first image.
+
+    Raises:
+        ElfattError: there is no patch, no patched layer of that name, or a point outside the image; at the end of the
+            block also if no watched step was approximated.
+    """
+    found = patches_of(pipe)
+    if not found:
+        raise ElfattError("the pipeline has no patch to look at; call elfatt_sd.apply_patch(pipe, method) first.")
+    asked = Asked(layer, step, at)
+    looks: list[Look] = []
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        looked_at = list(found.values())[: None if layer else 1]
+        watched = [(patch, each) for patch in looked_at for each in _chosen(patch, layer)]
+        if not watched:
+            names = ", ".join(each.layer.name for patch in found.values() for each in patch.layers[:3])
+            raise ElfattError(f"layer={layer!r} matches no patched layer; there are {names or 'none'}, ...")
+        for patch, each in watched:
+            _Watcher(patch, each, asked, looks).install(undo)
+        yield looks
+    if not looks:
+        raise ElfattError("no watched layer was approximated in a watched step; give another step, or more steps.")
+
+
+def _chosen(patch: Patch, layer: str | None) -> list[PatchedLayer]:
+    if layer is not None:
+        return [each for each in patch.layers if fnmatch.fnmatchcase(each.layer.name, layer)]
+    return sorted(patch.layers, key=lambda each: each.layer.downsample)[:1]
+
+
+@dataclass
+class _Seen:
+    """What was seen inside one call of an attention."""
+
+    state: LayerCall
+    phase: Phase
+    query: int
+    heads: list[Heads] = field(default_factory=list)
+    merged: Grouping | None = None
+    agents: list[Grouping] = field(default_factory=list)
+
+
+@dataclass
+class _Watcher:
+    """Watches one layer; see `watch`."""
+
+    patch: Patch
+    layer: PatchedLayer
+    asked: Asked
+    looks: list[Look]
+    block_input: Tensor | None = None
+    done: set[int] = field(default_factory=set)
+
+    def install(self, undo: contextlib.ExitStack) -> None:
+        """Watch, until the stack is closed."""
+
+        def keep(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            self.block_input = args[0]
+
+        if self.layer.layer.norm is not None:
+            undo.callback(self.layer.layer.norm.register_forward_pre_hook(keep).remove)
+        undo.callback(after_forward(self.layer.layer.attention, self._after))
+
+    def _after(self, again: Callable[[], Any], output: Any) -> None:
+        """Look, once in a wanted step."""
+        state = self.layer.state
+        if state is None or state.phase.exact or state.outcome != "done":
+            return
+        if state.call.step in self._steps() - self.done:
+            self.done.add(state.call.step)
+            with torch.no_grad():
+                self.looks.append(self._look(state, again, output))
+
+    def _steps(self) -> set[int]:
+        if self.asked.step is not None:
+            return {self.asked.step - 1}
+        by_phase: dict[Phase, list[int]] = {}
+        for step in range(self.patch.schedule.run.steps):
+            phase = self.layer.config.phase_at(step, self.patch.schedule.run.steps)
+            if not phase.exact and step % phase.residual_steps == phase.residual_steps - 1:
+                by_phase.setdefault(phase, []).append(step)
+        return {each[len(each) // 2] for each in by_phase.values()}
+
+    def _look(self, state: LayerCall, again: Callable[[], Any], output: Any) -> Look:
+        phase, turn, grid = state.phase, state.calls, state.grid
+        places = zip(self.asked.at, (grid.columns, grid.rows), strict=True)
+        column, row = (min(int(part * size), size - 1) for part, size in places)  # in the first frame of a video
+        seen = _Seen(state, phase, row * grid.columns + column)
+        state.phase = EXACT
+        exact = image_of(again(), state)[ROW].float()
+        if not phase.attention.empty:
+            state.phase = Phase(1.0, _Watched(phase.attention, seen), merge=phase.merge)
+            state.block_input = self.block_input
+            again()
+        state.phase, state.calls, state.outcome = phase, turn, "done"
+        error, relative = errors(image_of(output, state)[ROW].float(), exact)
+        return Look(
+            method=state.call.config.method,
+            what=describe(phase, [grid]),
+            layer=state.layer.name,
+            step=state.call.step,
+            steps=self.patch.schedule.run.steps,
+            grid=grid,
+            query=seen.query,
+            heads=tuple(seen.heads),
+            merged=seen.merged,
+            agents=tuple(seen.agents),
+            error=error,
+            relative_error=relative,
+        )
+
+
+@dataclass(frozen=True)
+class _Watched(Attention):
+    """An attention that does what another one does, and notes what it sees."""
+
+    name: ClassVar[str] = "watched"
+    joint: ClassVar[bool] = True
+
+    inner: Attention = field(default_factory=Attention)
+    seen: Any = None
+
+    @property
+    def matches(self) -> bool:
+        return self.inner.matches
+
+    def prepare(self, grid: Grid, draws: Draws) -> Prepared | None:
+        return self.inner.prepare(grid, draws)
+
+    def attend(self, layer: Any, tokens: Tensor, prepared: Any) -> Tensor:
+        _see(self.seen, self.inner, layer, tokens, prepared)
+        return self.inner.attend(layer, tokens, prepared)
+
+
+class _Layer:
+    """A layer in one call, as an attention sees it, of one image and with given queries, keys and values."""
+
+    def __init__(
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, context: Keys | None, merge_ratios: list[float]
+    ) -> None:
+        self.kernel = {**layer.kernel, "backend": "native"}
+        self.context = context
+        self._layer, self._q, self._k, self._v, self._merge_ratios = layer, q, k, v, merge_ratios
+        self._merged: Tensor | None = None
+
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        if keys is None:
+            return self._q, self._k, self._v
+        return self._q, self._k.index_select(1, keys), self._v.index_select(1, keys)
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        return self._layer.queries(tokens).float() if tokens is self._merged else self._q
+
+    def merged(self, ratio: float) -> Tensor:
+        self._merge_ratios.append(ratio)
+        self._merged = self._layer.merged(ratio)[ROW:]
+        return self._merged
+
+
+def _see(seen: _Seen, attention: Attention, layer: Any, tokens: Tensor, prepared: Prepared | None) -> None:
+    """Find out what an attention does with the tokens that it is given."""
+    grid, merge_ratios = seen.state.grid, list[float]()
+    q, k, _ = (x[ROW:].float() for x in layer.project(tokens))
+    context = layer.context and layer.context._replace(
+        k=layer.context.k[ROW:].float(),
+        v=layer.context.v[ROW:].float(),
+        mask=None if layer.context.mask is None else layer.context.mask[ROW:],
+    )
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, context: Keys | None) -> Tensor:
+        return attention.attend(_Layer(layer, q, k, v, context, merge_ratios), tokens[ROW:], prepared)
+
+    place = _places(seen, prepared)
+    sizes, query = np.bincount(place), int(place[seen.query])
+    weights, on_text = weights_of(attend, q, k, context, query)
+    exact, exact_text = exact_weights(q[0, query], k[0], context)
+    sets = same_keys(attend, q.shape, context, q)
+    for numbers in head_groups(sets):
+        own, of = sets[numbers[0]], list(numbers)
+        found, right = ((each[of].mean(0) / sizes)[place] for each in (weights, exact))
+        text, right_text = float(on_text[of].mean()), float(exact_text[of].mean())
+        keys = None if own is None or own.max() == 0 else own[place]
+        seen.heads.append(Heads(numbers, keys, found, right, text, right_text))
+    if len(sizes) < grid.tokens:
+        seen.merged = Grouping("merge into one", place)
+    if pools := attention.pools(q.shape[1]):
+        groups = np.repeat(np.arange(len(pools)), pools)[place]
+        seen.agents.append(Grouping("are averaged into one agent", groups))
+    for ratio in dict.fromkeys(merge_ratios):
+        if (matching := _matching(seen.state, ratio)) is not None:
+            seen.agents.append(Grouping("merge into one agent", _numbers(matching.groups[ROW])))
+
+
+def _places(seen: _Seen, prepared: Prepared | None) -> Labels:
+    """Return the place `[N]` that each token of the grid has among those that attention is given."""
+    matching, order = _matching(seen.state, seen.phase.merge.ratio), None if prepared is None else prepared.order
+    if matching is not None:
+        if prepared is not None and prepared.sorts_merged:
+            matching = matching.reordered(order_merged(order, matching.positions))
+        return _numbers(matching.groups[ROW])
+    if prepared is None or prepared.inverse is None:
+        return np.arange(seen.state.grid.tokens)
+    return _numbers(prepared.inverse)
+
+
+def _matching(state: LayerCall, ratio: float) -> Any:
+    rows = 1 if state.candidates is None else len(state.candidates.nearest)
+    return state.matching(torch.empty(rows, state.grid.tokens, 0, dtype=torch.float32, device="cpu"), ratio)
+
+
+def _numbers(values: Tensor) -> Labels:
+    return np.asarray(values.cpu(), dtype=np.int64)
 
 
 def errors(given: Tensor, exact: Tensor) -> tuple[Weights, float]:

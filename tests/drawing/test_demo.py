@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.checks import set_clock
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig
@@ -36,11 +37,11 @@ def test_both_images_and_their_figures(pipe: Any, tmp_path: Path) -> None:
     pair = demo.draw("small", "a cat", "elfatt", steps=4, seed=3, on_step=lambda *done: steps.append(done))
     assert pair.untouched.size == pair.patched.size
     assert not np.array_equal(pair.untouched, pair.patched)
-    assert "times as fast as untouched" in pair.figures
+    assert "times as fast (between two untouched runs" in pair.figures
     assert "PSNR" in pair.figures
     assert "down_blocks" in pair.plan
     assert steps == sorted(steps)
-    assert steps[-1] == (8, 8), "two images of four steps"
+    assert steps[-1] == (12, 12), "three images of four steps"
     assert not elfatt_sd.is_patched(pipe)
     tuned = demo.draw("small", "a cat", "elfatt", file=saved, steps=4, seed=3)
     assert np.array_equal(tuned.untouched, pair.untouched)
@@ -51,6 +52,13 @@ def test_a_method_that_changes_nothing_says_so(pipe: Any) -> None:
     pair = Demo(lambda _: pipe).draw("small", "a cat", "elfatt-fast", steps=1)
     assert "PSNR" not in pair.figures
     assert "approximate" in pair.figures
+
+
+def test_a_busy_machine_is_told_of(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_clock(monkeypatch, [9, 9, 2, 1, 6])  # two warm-ups, then the patched image between untouched ones
+    pair = Demo(lambda _: pipe).draw("small", "a cat", "tome", steps=1)
+    assert "4.00 (2.00 to 6.00) times as fast" in pair.figures
+    assert "the machine was busy: equal runs took 2.00 to 6.00 s" in pair.figures
 
 
 @pytest.mark.parametrize(
@@ -83,7 +91,7 @@ def test_what_is_wrong_with_a_field_is_one_line(pipe: Any, values: list[Any], sa
         return pipe
 
     with pytest.raises(ElfattError, match=says) as caught:
-        Demo(load).answer(*values, lambda step, steps: None)
+        Demo(load).draw(*values, lambda step, steps: None)
     assert "\n" not in str(caught.value)
 
 
@@ -159,7 +167,7 @@ def test_the_page_draws_in_a_browser(tmp_path: Path) -> None:
         wait(lambda: browser.run("document.querySelector('#draw') !== null"))
         browser.run("document.querySelector('#draw').click()")
         said = wait(lambda: browser.run("document.querySelector('#figures textarea').value"))
-        assert "times as fast as untouched" in said
+        assert "times as fast" in said
         assert wait(lambda: browser.run("document.querySelectorAll('#images img').length")) >= 2
         shot = base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])
         (tmp_path / "page.png").write_bytes(shot)

@@ -15,21 +15,22 @@ from support.checks import set_clock
 
 from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.drawing.compare import Row, Trial, try_methods
-from elfatt_sd.drawing.studio import Request
+from elfatt_sd.drawing.studio import Request, Studio
 from elfatt_sd.errors import ElfattError
 
 PROMPT = "a red star"
 PICTURE = Image.new("RGB", (8, 8))
 
 
-def request(**settings: Any) -> Request:
-    return Request((PROMPT,), PatchConfig.preset("sd"), **{"steps": 2, **settings})
+def trial_of(pipe: Any, *given: Any, steps: int = 2, **settings: Any) -> Trial:
+    return Trial(Studio(pipe, Request((PROMPT,), PatchConfig.preset("sd"), steps=steps), Path()), *given, **settings)
 
 
 def test_all_methods_are_drawn_interleaved_and_written(pipe: Any, tmp_path: Path) -> None:
     before = dict(pipe.unet.attn_processors)
-    trial = Trial(pipe, request(steps=6), rounds=2)
-    seen = [drawn.name for drawn in trial.run(lambda step, steps: None)]
+    trial = trial_of(pipe, steps=6, rounds=2)
+    seen: list[str] = []
+    trial.run(lambda drawn: seen.append(drawn.name))
     assert len(seen) == trial.images == 2 * len(METHODS)
     assert seen[:2] == ["untouched, round 1 of 2", "tome, round 1 of 2"]
     assert seen[len(METHODS)] == "tome, round 2 of 2"  # another method begins
@@ -49,8 +50,8 @@ def test_all_methods_are_drawn_interleaved_and_written(pipe: Any, tmp_path: Path
 
 def test_a_single_round_can_have_ratios_to_untouched_before_and_after(pipe: Any, monkeypatch: Any) -> None:
     set_clock(monkeypatch, [2, 1, 3, 4])
-    trial = Trial(pipe, request(), ("tome", "agent"), rounds=1, again=True, warm=True)
-    seen = [drawn.name for drawn in trial.run(lambda step, steps: None)]
+    trial, seen = trial_of(pipe, ("tome", "agent"), rounds=1, again=True), list[str]()
+    trial.run(lambda drawn: seen.append(drawn.name), warm_up=False)
     assert len(seen) == trial.images and seen[-1] == "untouched, again"
     assert [row.ratios for row in trial.rows] == [
         (1, 1),
@@ -66,13 +67,19 @@ def test_chosen_methods_from_python(pipe: Any) -> None:
         try_methods(pipe, PROMPT, methods=("faster",), steps=2)
 
 
-def test_an_interruption_keeps_what_is_finished(pipe: Any) -> None:
-    trial = Trial(pipe, request(), rounds=2)
-    drawing = trial.run(lambda step, steps: None)
+def test_an_interruption_keeps_what_is_finished(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = trial_of(pipe, rounds=2)
     assert trial.rows == []
-    for _ in range(2):
-        next(drawing)
-    drawing.close()
+    draw, left = trial.studio.draw, iter([1, 2])
+
+    def third_is_interrupted(*shot: Any) -> Any:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return draw(*shot)
+
+    monkeypatch.setattr(trial.studio, "draw", third_is_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trial.run()
     assert [row.method for row in trial.rows] == ["sd", "tome"]
     assert trial.rows[1].speed_text().count(".") == 1
 
@@ -103,7 +110,7 @@ SLOW = Row("tome", PICTURE, (2.5,), (0.8, 1.2), 40.0)
         ([UNTOUCHED, SLOW], "Leave the pipeline untouched at this size"),
         ([UNTOUCHED, dataclasses.replace(SLOW, ratios=(0.8, 1.4))], "No recommendation: no method was faster in every"),
         ([UNTOUCHED, dataclasses.replace(CLOSE, unchanged="identical")], "No method changed the image in this run"),
-        ([UNTOUCHED, dataclasses.replace(FAST, fault="the image is black"), CLOSE], "Use elfatt (1.30 times as fast"),
+        ([UNTOUCHED, dataclasses.replace(FAST, fault="is black"), CLOSE], "Use elfatt (1.30 times as fast"),
         (
             [dataclasses.replace(UNTOUCHED, times=(19.0, 11.0)), CLOSE, FAST],
             "No recommendation: the machine was busy: equal runs took 11.00 to 19.00 s",
@@ -112,11 +119,13 @@ SLOW = Row("tome", PICTURE, (2.5,), (0.8, 1.2), 40.0)
 )
 def test_recommendations(monkeypatch: pytest.MonkeyPatch, pipe: Any, rows: list[Row], says: str) -> None:
     monkeypatch.setattr(Trial, "rows", rows)
-    assert says in Trial(pipe, request()).recommendation()
+    trial = trial_of(pipe)
+    trial.times.update({row.method: list(row.times) for row in rows})
+    assert says in trial.recommendation()
 
 
 def test_captions() -> None:
     assert UNTOUCHED.caption() == ("untouched, 2.00 s", "")
     assert SLOW.caption() == ("tome, 2.50 s", "1.00 (0.80 to 1.20) times as fast, PSNR 40.0 dB")
     assert SLOW.caption(busy=True)[1] == "machine busy, speed unknown, PSNR 40.0 dB"
-    assert dataclasses.replace(FAST, fault="the image is black").caption()[1] == "2.00 times as fast, no image"
+    assert dataclasses.replace(FAST, fault="is black").caption()[1] == "2.00 times as fast, no image"

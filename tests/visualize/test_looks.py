@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.attention.joint import Keys, exact_attention
-from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.attention.softmax import block_attention, softmax_attention
 from elfatt_sd.visualize import looks
 
@@ -72,9 +71,7 @@ def test_errors_are_relative_to_the_exact_output() -> None:
     assert relative == pytest.approx(0.5**0.5)
 
 
-def test_points_and_names() -> None:
-    grid = Grid.image(4, 8)
-    assert [looks.token_at(grid, at) for at in ((0, 0), (1, 1), (0.5, 0.5), (0.99, 0))] == [0, 31, 20, 7]
+def test_names() -> None:
     nothing = np.zeros(2)
     names = [looks.Heads(numbers, None, nothing, nothing).name for numbers in ((0,), (0, 1, 2), (0, 2))]
     assert names == ["head 1", "heads 1 to 3", "heads 1, 3"]
