@@ -319,8 +319,8 @@ def wan(second: bool = False, **options: Any) -> tuple[Any, Callable[..., torch.
         pipe = pipeline("WanPipeline", wan_transformer(), wan_transformer(), boundary_ratio=0.8)
     else:
         pipe = pipeline("WanPipeline", wan_transformer())
-    given = {"prompt_embeds": embeds(), "negative_prompt_embeds": embeds(1), "num_frames": 9}
-    return pipe, runner(pipe, height=96, width=64, guidance_scale=3.0, **{**given, **options})
+    given = {"prompt_embeds": embeds(), "negative_prompt_embeds": embeds(1), "num_frames": 9, "guidance_scale": 3.0}
+    return pipe, runner(pipe, height=96, width=64, **{**given, **options})
 
 
 def ltx_video(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
