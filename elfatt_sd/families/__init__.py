@@ -14,7 +14,6 @@ from elfatt_sd.families.base import (
     Given,
     SelfAttention,
     copy_structure,
-    is_plain,
     models_within,
     replaceable,
     unwrap,
@@ -45,7 +44,6 @@ __all__ = [
     "find_denoisers",
     "find_layers",
     "is_denoiser",
-    "is_plain",
     "levels_of",
     "main_denoiser",
     "replaceable",
@@ -128,10 +126,7 @@ def takes_steps(name: str) -> bool:
 
 
 def step_denoisers(target: Any) -> dict[str, Any]:
-    """Return the denoisers of which each step calls one, without ControlNets: Wan 2.2 has two, each for its steps.
-
-    Arguments and errors are as for `find_denoisers`.
-    """
+    """Return the denoisers of which each step calls one, without ControlNets: Wan 2.2 has two, each for its steps."""
     return {name: net for name, net in find_denoisers(target).items() if takes_steps(name)}
 
 

@@ -55,8 +55,7 @@ class Projections(Protocol):
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v, `[batch, tokens, heads, head_dim]`; k and v of the tokens at the places `keys` alone."""
 
-    def queries(self, tokens: Tensor) -> Tensor:
-        """Return q."""
+    def queries(self, tokens: Tensor) -> Tensor: ...
 
     def output(self, mixed: Tensor) -> Tensor:
         """Project what attention returned, to `[batch, tokens, channels]`."""
@@ -95,10 +94,13 @@ class PlainProjections:
         return "" if tokens == grid.tokens else f"it was given {tokens} tokens in place of {wanted}"
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v; k and v of the tokens at the places `keys` alone."""
         attention = self._attention
         if self._fused and keys is not None and type(attention.to_qkv) is nn.Linear:
-            query, key, value = _sliced(attention.to_qkv, tokens, tokens.index_select(1, keys))
+            # all tokens to queries, and some of them to keys and values, by the parts of the fused weight
+            weight, bias, cut = attention.to_qkv.weight, attention.to_qkv.bias, attention.to_qkv.out_features // 3
+            first, others = (None, None) if bias is None else (bias[:cut], bias[cut:])
+            query = functional.linear(tokens, weight[:cut], first)
+            key, value = functional.linear(tokens.index_select(1, keys), weight[cut:], others).chunk(2, dim=-1)
         elif self._fused:  # with a LoRA, or in few bits
             query, key, value = attention.to_qkv(tokens).chunk(3, dim=-1)
             if keys is not None:
@@ -112,7 +114,6 @@ class PlainProjections:
         return self._heads(self._attention.to_q(tokens), self._attention.norm_q)
 
     def output(self, mixed: Tensor) -> Tensor:
-        """Project what attention returned; with dropout, as the layer has it."""
         projection, dropout = self._attention.to_out
         projected: Tensor = dropout(projection(mixed.flatten(2)))
         return projected
@@ -130,12 +131,21 @@ class PlainProjections:
         return split if norm is None else norm(split)
 
 
-def _sliced(fused: nn.Linear, tokens: Tensor, some: Tensor) -> tuple[Tensor, ...]:
-    """Project all tokens to queries, and some of them to keys and values, by the parts of a fused weight."""
-    cut = fused.out_features // 3
-    bias = (None, None) if fused.bias is None else (fused.bias[:cut], fused.bias[cut:])
-    query = functional.linear(tokens, fused.weight[:cut], bias[0])
-    return query, *functional.linear(some, fused.weight[cut:], bias[1]).chunk(2, dim=-1)
+# Processors that compute softmax attention of a layer's own projections, and nothing else.
+_PLAIN = (
+    "AttnProcessor",
+    "AttnProcessor2_0",
+    "AttnProcessorNPU",
+    "FusedAttnProcessor2_0",
+    "LoRAAttnProcessor",
+    "LoRAAttnProcessor2_0",
+    "LoRAXFormersAttnProcessor",
+    "SlicedAttnProcessor",
+    "XFormersAttnProcessor",
+    "XLAFlashAttnProcessor2_0",
+)
+# Attributes by which processors hand maps of attention on: a store that wants them of every layer in every call.
+_RECORDS = ("attnstore", "attention_store", "controller", "attention_probs")
 
 
 @dataclass(frozen=True)
@@ -176,9 +186,12 @@ class SelfAttention:
         return int(self.attention.inner_dim)
 
     def knows(self, processor: object) -> bool:
-        return is_plain(processor)
+        """Tell whether a processor of it is plain attention, whose place a method may take."""
+        kind = type(processor)
+        return kind.__name__ in _PLAIN and getattr(attention_processor, kind.__name__, None) is kind
 
     def obstacle_to(self, processor: object) -> str:
+        """Return why a processor that is named cannot be taken over; empty if it can."""
         if any(hasattr(processor, attribute) for attribute in _RECORDS):
             return "it keeps the attention maps of every layer, and the pipeline fails without them"
         return ""
@@ -190,76 +203,66 @@ class SelfAttention:
 
     @property
     def processor_name(self) -> str:
-        """Class of its own attention processor."""
         return type(self.processor).__name__
 
     @property
     def obstacle(self) -> str:
-        """Why its processor is left alone; empty if it is plain attention, which a method may take the place of."""
+        """Why its processor is left alone; empty if it is plain attention."""
         known = self.knows(self.processor)
         return "" if known else f"its processor, {self.processor_name}, is not known to be plain attention"
 
 
-class Family(Protocol):
+class Family:
     """A kind of denoiser."""
 
-    part: str  # where a pipeline holds it
-    title: str  # how it is called in sentences
-    joint: bool  # whether its layers are `families.joint.JointSelfAttention`
-    merges: bool  # whether image tokens may be merged: their positions are added to them, and not in the attention
-    text: int  # usual number of text tokens that its layers join with those of the image
+    part = "transformer"  # where a pipeline holds it
+    title = "transformer"  # how it is called in sentences
+    classes: ClassVar[tuple[str, ...]] = ()  # of diffusers
+    joint = False  # whether its layers are `families.joint.JointSelfAttention`
+    merges = False  # whether image tokens may be merged: their positions are added to them, and not in the attention
+    text = 0  # usual number of text tokens that its layers join with those of the image
 
     @property
     def what(self) -> str:
         """Which classes are meant, for error messages."""
+        return ", ".join(self.classes)
 
     def matches(self, module: object) -> bool:
         """Tell whether a module, without wrappers, is of this family."""
+        return type(module).__name__ in self.classes and type(module).__module__.startswith("diffusers.")
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         """Return the self-attention layers over image tokens, in the order of the modules."""
+        raise NotImplementedError
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given."""
-
-    def latent(self, module: nn.Module) -> Grid:
-        """Return the grid of the model's own latent size."""
-
-    def grid(self, module: nn.Module, latent: Grid) -> Grid:
-        """Return the grid of its input for a latent."""
-
-    def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the modules that are given `sample` and `timestep` first, in the order in which they are called."""
-
-    def takes_noise_levels(self, module: nn.Module) -> bool:
-        """Tell whether it takes noise levels in place of timesteps."""
+        raise NotImplementedError
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return keyword arguments that it can be called with."""
+        raise NotImplementedError
 
+    def latent(self, module: nn.Module) -> Grid:
+        """Return the grid of the model's own latent size."""
+        own = getattr(getattr(module, "config", None), "sample_size", None) or 64
+        rows, columns = own if isinstance(own, list | tuple) else (own, own)
+        return Grid.image(int(rows), int(columns))
 
-# Processors that compute softmax attention of a layer's own projections, and nothing else.
-_PLAIN = (
-    "AttnProcessor",
-    "AttnProcessor2_0",
-    "AttnProcessorNPU",
-    "FusedAttnProcessor2_0",
-    "LoRAAttnProcessor",
-    "LoRAAttnProcessor2_0",
-    "LoRAXFormersAttnProcessor",
-    "SlicedAttnProcessor",
-    "XFormersAttnProcessor",
-    "XLAFlashAttnProcessor2_0",
-)
+    def grid(self, module: nn.Module, latent: Grid) -> Grid:
+        """Return the grid of its input for a latent."""
+        return latent
 
+    def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
+        """Return the modules that are given `sample` and `timestep` first, in the order in which they are called.
 
-def is_plain(processor: object) -> bool:
-    kind = type(processor)
-    return kind.__name__ in _PLAIN and getattr(attention_processor, kind.__name__, None) is kind
+        Without any, a call of `forward` alone, which has no hooks, is exact.
+        """
+        return ()
 
-
-# Attributes by which processors hand maps of attention on: a store that wants them of every layer in every call.
-_RECORDS = ("attnstore", "attention_store", "controller", "attention_probs")
+    def takes_noise_levels(self, module: nn.Module) -> bool:
+        """Tell whether it takes noise levels in place of timesteps."""
+        return False
 
 
 def replaceable(layer: SelfAttention, processor: object, take_over: Sequence[str]) -> bool:
@@ -281,15 +284,10 @@ def unwrap(module: nn.Module) -> nn.Module:
             module = module.module
         elif hasattr(module, "get_base_model") and hasattr(module, "peft_config"):
             module = module.get_base_model()  # type: ignore[operator]
-        elif (inner := _model_within(module)) is not None:
-            module = inner
+        elif len(found := models_within(module)) == 1 and found[0][0]:  # a wrapper of one model
+            module = found[0][1]
         else:
             return module
-
-
-def _model_within(module: nn.Module) -> nn.Module | None:
-    found = models_within(module)
-    return found[0][1] if len(found) == 1 and found[0][0] else None
 
 
 def models_within(module: nn.Module, name: str = "") -> list[tuple[str, nn.Module]]:
@@ -310,9 +308,3 @@ def some_timestep(device: torch.device, unit: int | None = None, dtype: torch.dt
     if unit is not None:
         timesteps = (timesteps + 1).float() / 1000 if unit == FRACTION else (999 - timesteps).float() / 1000
     return timesteps[STEP]
-
-
-def latent_size(module: nn.Module) -> Grid:
-    own = getattr(getattr(module, "config", None), "sample_size", None) or 64
-    rows, columns = own if isinstance(own, list | tuple) else (own, own)
-    return Grid.image(int(rows), int(columns))

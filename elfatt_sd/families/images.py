@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from elfatt_sd.attention.ordering import NO_GRID
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families.base import Fill, Given, SelfAttention, latent_size, some_timestep
+from elfatt_sd.families.base import Family, Fill, Given, SelfAttention, some_timestep
 from elfatt_sd.families.joint import JointFamily, grid_of_ids, named
 from elfatt_sd.families.timesteps import FRACTION, RISING
 from elfatt_sd.methods import Grid
@@ -26,12 +26,9 @@ class Flux(JointFamily):
         "FusedFluxAttnProcessor2_0",
         "FluxSingleAttnProcessor2_0",
     )
+    blocks = (("transformer_blocks", "attn", "norm1"), ("single_transformer_blocks", "attn", "norm"))
     text = 512
     axes: ClassVar[int] = 3  # columns of the position ids; the second counts rows, the third one columns
-
-    def layers(self, module: nn.Module) -> list[SelfAttention]:
-        double = self.blocks(module, "transformer_blocks", "attn", "norm1")
-        return double + self.blocks(module, "single_transformer_blocks", "attn", "norm")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         given = named(module, args, kwargs)
@@ -94,9 +91,8 @@ class Flux2(Flux):
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         layers = super().layers(module)
-        caching = next((layer.processor_name for layer in layers if layer.processor_name in _CACHING), None)
-        if caching is not None:
-            raise ElfattError(f"{caching} {_REASON}; give a Flux2KleinPipeline with a transformer of its own.")
+        for name in [layer.processor_name for layer in layers if layer.processor_name in _CACHING][:1]:
+            raise ElfattError(f"{name} {_REASON}; give a Flux2KleinPipeline with a transformer of its own.")
         return layers
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -111,14 +107,12 @@ class QwenImage(JointFamily):
 
     classes = ("QwenImageTransformer2DModel",)
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
+    blocks = (("transformer_blocks", "attn", "img_norm1"),)
     text = 256
     default = Grid.image(166, 166)
 
     def latent(self, module: nn.Module) -> Grid:
-        return Grid(5, 80, 80) if _is_layered(module) else self.default
-
-    def layers(self, module: nn.Module) -> list[SelfAttention]:
-        return self.blocks(module, "transformer_blocks", "attn", "img_norm1")
+        return Grid(5, 80, 80) if _is_layered(module) else super().latent(module)
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given; of the shapes of its images, the first is that of the one to be made.
@@ -177,10 +171,8 @@ class ZImage(JointFamily):
 
     classes = ("ZImageTransformer2DModel",)
     processors = ("ZSingleStreamAttnProcessor",)
+    blocks = (("layers", "attention", "attention_norm1"),)
     text = 128
-
-    def layers(self, module: nn.Module) -> list[SelfAttention]:
-        return self.blocks(module, "layers", "attention", "attention_norm1")
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given; images of several sizes have no grid.
@@ -199,35 +191,29 @@ class ZImage(JointFamily):
         return Given(_batch(images), given["t"], grid, before=starts.pop(), unit=RISING)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        sample = fill(module.in_channels, grid.frames, 2 * grid.rows, 2 * grid.columns)
+        return self._images(grid, batch, fill, module.in_channels, module.config.cap_feat_dim)  # type: ignore[arg-type,union-attr]
+
+    def _images(self, grid: Grid, batch: int, fill: Fill, channels: int, width: int) -> dict[str, Any]:
+        sample = fill(channels, grid.frames, 2 * grid.rows, 2 * grid.columns)
         return {
             "x": [sample] * batch,
             "t": some_timestep(sample.device, RISING).expand(batch),
-            "cap_feats": [fill(self.text, module.config.cap_feat_dim)] * batch,  # type: ignore[union-attr]
+            "cap_feats": [fill(self.text, width)] * batch,
         }
 
 
 class ZImageControlNet(ZImage):
-    """`ZImageControlNetModel`: it shares the embeddings and refiners of its transformer."""
+    """`ZImageControlNetModel`: it shares the embeddings and refiners of its transformer, which a call needs."""
 
     classes = ("ZImageControlNetModel",)
-
-    def layers(self, module: nn.Module) -> list[SelfAttention]:
-        return self.blocks(module, "control_layers", "attention", "attention_norm1")
+    blocks = (("control_layers", "attention", "attention_norm1"),)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        """Return arguments of a call, for a model that has its transformer's embeddings."""
-        config: Any = module.config
-        size = grid.frames, 2 * grid.rows, 2 * grid.columns
-        embedder: Any = module.all_x_embedder
-        width: Any = module.cap_embedder
-        sample = fill(embedder["2-1"].in_features // 4, *size)
-        return {
-            "x": [sample] * batch,
-            "t": some_timestep(sample.device, RISING).expand(batch),
-            "cap_feats": [fill(self.text, width[0].weight.shape[0])] * batch,
-            "control_context": [fill(config.control_in_dim, *size)] * batch,
-        }
+        shared: Any = module
+        channels, width = shared.all_x_embedder["2-1"].in_features // 4, shared.cap_embedder[0].weight.shape[0]
+        given = self._images(grid, batch, fill, channels, width)
+        control = fill(shared.config.control_in_dim, *given["x"][0].shape[1:])
+        return {**given, "control_context": [control] * batch}
 
 
 def _batch(images: list[Tensor]) -> Tensor:
@@ -254,14 +240,7 @@ class StableDiffusion3(JointFamily):
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
     text = 333
     merges = True
-
-    def latent(self, module: nn.Module) -> Grid:
-        side = int(module.config.sample_size)  # type: ignore[union-attr, arg-type]
-        return Grid.image(side, side)
-
-    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        side = int(module.config.patch_size)  # type: ignore[union-attr, arg-type]
-        return 1, side, side
+    default = patch = None
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         """Return the attention of every block, and the second one where there is one."""
@@ -270,18 +249,16 @@ class StableDiffusion3(JointFamily):
             name = f"transformer_blocks.{index}.attn"
             layers.append(self.layer(name, block.attn, block.norm1))
             if getattr(block, "attn2", None) is not None:
-                layers.append(self.layer(f"{name}2", block.attn2, block.norm1, text=0))
+                layers.append(replace(self.layer(f"{name}2", block.attn2, block.norm1), text=0))
         return layers
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        given = named(module, args, kwargs)
-        sample = given["hidden_states"]
-        grid = self.grid(module, Grid.image(*map(int, sample.shape[-2:])))
-        return Given(sample, given["timestep"], grid, partial=bool(given.get("skip_layers")))
+        skipped = named(module, args, kwargs).get("skip_layers")
+        return replace(super().call(module, args, kwargs), partial=bool(skipped))
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
-        sample = fill(batch, config.in_channels, grid.rows * config.patch_size, grid.columns * config.patch_size)
+        sample = fill(batch, config.in_channels, *self.sizes(module, grid)[1:])
         text = config.joint_attention_dim  # none in a ControlNet of 3.5 large
         return {
             "hidden_states": sample,
@@ -318,18 +295,11 @@ class SD3ControlNet(StableDiffusion3):
 _TEXT_TOKENS = 120
 
 
-class PixArt:
-    """`PixArtTransformer2DModel`, whose patches are the tokens; see `families.base.Family`."""
+class PixArt(Family):
+    """`PixArtTransformer2DModel`, whose patches are the tokens."""
 
-    part = "transformer"
-    title = "transformer"
-    joint = False
+    classes = ("PixArtTransformer2DModel",)
     merges = True
-    text = 0
-    what = "PixArtTransformer2DModel"
-
-    def matches(self, module: object) -> bool:
-        return type(module).__name__ == "PixArtTransformer2DModel"
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         patch: int = module.config.patch_size  # type: ignore[assignment,union-attr]
@@ -344,20 +314,9 @@ class PixArt:
         timestep = args[2] if len(args) > 2 else kwargs["timestep"]
         return Given.latent(sample, timestep)
 
-    def latent(self, module: nn.Module) -> Grid:
-        return latent_size(module)
-
-    def grid(self, module: nn.Module, latent: Grid) -> Grid:
-        """Its input is the latent."""
-        return latent
-
     def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
         """Patches are cut before the timestep is embedded."""
         return ("sample", module.pos_embed), ("timestep", module.adaln_single)  # type: ignore[return-value]
-
-    def takes_noise_levels(self, module: nn.Module) -> bool:
-        """It takes timesteps."""
-        return False
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from elfatt_sd.attention.ordering import NO_GRID
 from elfatt_sd.devices import written
-from elfatt_sd.families.base import Fill, Given, SelfAttention
+from elfatt_sd.families.base import Family, Given, SelfAttention
 from elfatt_sd.methods import Grid
 
 Read = TypeVar("Read")
@@ -49,69 +49,54 @@ class JointSelfAttention(SelfAttention):
         return super().obstacle_to(processor)
 
 
-class JointFamily:
-    """What families of transformers have in common; see `families.base.Family`."""
+class JointFamily(Family):
+    """What families of transformers have in common."""
 
-    part = "transformer"
-    title = "transformer"
     joint = True
-    classes: ClassVar[tuple[str, ...]] = ()  # names of the modules
+    blocks: ClassVar[tuple[tuple[str, str, str], ...]] = ()  # lists of blocks, the attention in each and its norm
     processors: ClassVar[tuple[str, ...]] = ()  # see `JointSelfAttention`
     # whether the model's masks treat all image tokens alike, as queries and as keys, so that they can have a row for
     # each query, or be added to the logits
-    masks_text: ClassVar[bool] = False
-    text: int = 0
-    merges: bool = False
-    default: ClassVar[Grid] = Grid.image(128, 128)  # the model's usual latent
-    patch: ClassVar[tuple[int, int, int]] = (1, 2, 2)  # frames, rows and columns of the latent to a token
-
-    @property
-    def what(self) -> str:
-        """Which classes are meant, for error messages."""
-        return ", ".join(self.classes)
-
-    def matches(self, module: object) -> bool:
-        return type(module).__name__ in self.classes and type(module).__module__.startswith("diffusers.")
-
-    def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-        """A call of `forward` alone, which has no hooks, is exact."""
-        return ()
-
-    def takes_noise_levels(self, module: nn.Module) -> bool:
-        """They take timesteps, or fractions of the run."""
-        return False
+    masks_text = False
+    default: ClassVar[Grid | None] = Grid.image(128, 128)  # the model's usual latent; None where its config says
+    # frames, rows and columns of the latent to a token; None where its config says
+    patch: ClassVar[tuple[int, int, int] | None] = (1, 2, 2)
 
     def latent(self, module: nn.Module) -> Grid:
-        return self.default
+        return self.default or super().latent(module)
 
     def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        return self.patch
+        if self.patch is not None:
+            return self.patch
+        config: Any = module.config
+        side = config.patch_size
+        return tuple(side) if isinstance(side, list | tuple) else (config.get("patch_size_t") or 1, side, side)
 
     def grid(self, module: nn.Module, latent: Grid) -> Grid:
         return Grid(*(size // patch for size, patch in zip(latent, self.patch_of(module), strict=True)))
 
+    def sizes(self, module: nn.Module, grid: Grid) -> list[int]:
+        """Return frames, rows and columns of the latent for a grid."""
+        return [tokens * patch for tokens, patch in zip(grid, self.patch_of(module), strict=True)]
+
     def layers(self, module: nn.Module) -> list[SelfAttention]:
-        raise NotImplementedError
-
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        raise NotImplementedError
-
-    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def blocks(
-        self, module: nn.Module, blocks: str, attention: str, norm: str, text: int | None = None
-    ) -> list[SelfAttention]:
         return [
-            self.layer(f"{blocks}.{index}.{attention}", getattr(block, attention), getattr(block, norm), text)
+            self.layer(f"{blocks}.{index}.{attention}", getattr(block, attention), getattr(block, norm))
+            for blocks, attention, norm in self.blocks
             for index, block in enumerate(getattr(module, blocks))
         ]
 
-    def layer(self, name: str, attention: Any, norm: nn.Module | None, text: int | None = None) -> SelfAttention:
-        text = self.text if text is None else text
+    def layer(self, name: str, attention: Any, norm: nn.Module | None) -> SelfAttention:
         return JointSelfAttention(
-            name, attention, norm, 1, text=text, processors=self.processors, masks_text=self.masks_text
+            name, attention, norm, 1, text=self.text, processors=self.processors, masks_text=self.masks_text
         )
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
+        """Return what a call of a model was given that takes a latent; of timesteps by token, the noisiest one."""
+        given = named(module, args, kwargs)
+        sample, timestep = given["hidden_states"], given["timestep"]
+        grid = self.grid(module, Grid(*map(int, sample.shape[-3:] if sample.ndim == 5 else (1, *sample.shape[-2:]))))
+        return Given(sample, timestep.amax(1) if timestep.ndim == 2 else timestep, grid)
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,9 +109,9 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def grid_of_ids(ids: Tensor, rows: int = 1, columns: int = 2) -> Grid:
+def grid_of_ids(ids: Tensor) -> Grid:
     """Read the grid off the position ids of images; those of reference images follow, with another first column."""
-    return NO_GRID if ids.is_meta else read_once(ids, lambda: _read_grid(ids, rows, columns))
+    return NO_GRID if ids.is_meta else read_once(ids, lambda: _read_grid(ids))
 
 
 def read_once(ids: Tensor, read: Callable[[], Read]) -> Read:
@@ -145,10 +130,10 @@ def forget_read() -> None:
     _READ.clear()
 
 
-def _read_grid(ids: Tensor, rows: int, columns: int) -> Grid:
+def _read_grid(ids: Tensor) -> Grid:
     known = (ids if ids.ndim == 2 else ids[0]).to("cpu", torch.float64)
     own = known[: int((known[:, 0] == known[0, 0]).long().cumprod(0).sum())]
-    row, column = (own[:, axis] - own[:, axis].min() for axis in (rows, columns))
+    row, column = (own[:, axis] - own[:, axis].min() for axis in (1, 2))
     height, width = (int(axis.max()) + 1 for axis in (row, column))
     expected = torch.arange(len(own), dtype=torch.float64, device="cpu")
     whole = len(own) == height * width and torch.equal(row * width + column, expected)
@@ -183,22 +168,16 @@ def with_attention(kind: Any, attend: Callable[..., Tensor]) -> Callable[..., An
 def _with_attention(call: Any, exact: Callable[..., Tensor], attend: Callable[..., Tensor]) -> Callable[..., Any]:
     names = {name: value for name, value in call.__globals__.items() if name != "__name__"}  # see torch.compile
     if exact is _plain:
-        names["F"] = _functional(attend)
+
+        def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
+            options |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return attend(_plain, q, k, v, **options).transpose(1, 2)
+
+        names["F"] = types.ModuleType("functional")
+        vars(names["F"]).update({**vars(nn.functional), PLAIN: attention})
     else:
         names[DISPATCHED] = functools.partial(attend, exact)
     made = types.FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
     made.__kwdefaults__ = call.__kwdefaults__
     return made
-
-
-def _functional(attend: Callable[..., Tensor]) -> Any:
-    functional = types.ModuleType("functional")
-    vars(functional).update(vars(nn.functional))
-
-    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        options |= dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False))
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return attend(_plain, q, k, v, **options).transpose(1, 2)
-
-    vars(functional)[PLAIN] = scaled_dot_product_attention
-    return functional

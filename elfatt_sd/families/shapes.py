@@ -62,26 +62,19 @@ TRANSFORMERS: dict[str, Transformer] = {
 
 @dataclass(frozen=True)
 class Sketch:
-    """What a plan needs of a pipeline: a UNet without weights, and pixels of the image to one of the latent."""
+    """What a plan needs of a pipeline: a denoiser without weights, and pixels of the image to one of the latent."""
 
-    unet: nn.Module
+    unet: nn.Module | None
+    transformer: nn.Module | None = None
     vae_scale_factor: int = SCALE
+    vae_scale_factor_temporal: int = 1
 
 
-@dataclass(frozen=True)
-class TransformerSketch:
-    """The same of a pipeline with a transformer."""
-
-    transformer: nn.Module
-    vae_scale_factor: int
-    vae_scale_factor_temporal: int
-
-
-def sketch(name: str) -> Sketch | TransformerSketch:
+def sketch(name: str) -> Sketch:
     """Return a shape of `SHAPES` or `TRANSFORMERS` without weights: nothing is allocated."""
     if name in TRANSFORMERS:
         shape = TRANSFORMERS[name]
-        return TransformerSketch(empty_transformer(shape), shape.scale, shape.frames)
+        return Sketch(None, empty_transformer(shape), shape.scale, shape.frames)
     return Sketch(empty_unet(SHAPES[name]))
 
 
@@ -101,7 +94,6 @@ def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
 
 
 def dimensions_of_transformer(name: str) -> Dimensions:
-    """Return the dimensions of a shape of `TRANSFORMERS`."""
     shape = TRANSFORMERS[name]
     module: Any = empty_transformer(shape, few=True)
     latent = family_of(module).latent(module)
@@ -110,7 +102,6 @@ def dimensions_of_transformer(name: str) -> Dimensions:
 
 
 def empty_unet(shape: Mapping[str, Any]) -> nn.Module:
-    """Build a UNet on the meta device."""
     import diffusers
 
     make: Any = diffusers.UNet2DConditionModel
@@ -133,7 +124,6 @@ class Blueprint:
 
     @classmethod
     def of(cls, denoiser: nn.Module) -> Blueprint:
-        """Take down a denoiser; adapters such as LoRA are left out."""
         module: Any = unwrap(denoiser)
         return cls(type(module), json.dumps(dict(getattr(module, "config", {})), default=list, sort_keys=True))
 

@@ -64,7 +64,12 @@ class Dimensions:
         widths = decoder_widths(vae or {})
         factor = factor or (2 ** (len(widths) - 1) if widths else 8)
         if own is None:
-            height, width = _own_sides(denoiser)
+            sides = (
+                denoiser["sample_size"]
+                if "sample_height" not in denoiser
+                else (denoiser["sample_height"], denoiser["sample_width"])
+            )
+            height, width = sides if isinstance(sides, list | tuple) else (sides, sides)
             own = height * factor, width * factor
         channels = denoiser.get("block_out_channels")
         if channels:  # each level but the first halves the latent
@@ -101,13 +106,6 @@ def transformer_width(config: Config) -> int:
     return int(config["hidden_size"] if "hidden_size" in config else config["dim"])
 
 
-def _own_sides(denoiser: Config) -> tuple[int, int]:
-    if "sample_height" in denoiser:
-        return denoiser["sample_height"], denoiser["sample_width"]
-    side = denoiser["sample_size"]
-    return (side[0], side[1]) if isinstance(side, list | tuple) else (side, side)
-
-
 def _patch_side(transformer: Config, vae: Config) -> int:
     packed = transformer.get("in_channels", 0) / (vae.get("latent_channels") or vae.get("z_dim") or math.inf)
     if packed > 1 and math.isqrt(int(packed)) ** 2 == packed:
@@ -124,9 +122,8 @@ def decoder_widths(vae: Config) -> list[int]:
 def dimensions_in(folder: Path) -> Dimensions | None:
     """Read the dimensions off a pipeline directory; None where it does not tell them."""
     unet, transformer, vae = (_config(folder / part) for part in ("unet", "transformer", "vae"))
-    denoiser = unet or transformer
     try:
-        return None if denoiser is None else Dimensions.of(denoiser, vae)
+        return Dimensions.of(unet or transformer or {}, vae)
     except (LookupError, TypeError, ValueError):
         return None
 

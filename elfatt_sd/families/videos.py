@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +20,13 @@ class Wan(JointFamily):
 
     classes = ("WanTransformer3DModel",)
     processors = ("WanAttnProcessor", "WanAttnProcessor2_0")
+    blocks = (("blocks", "attn1", "norm1"),)
     default = Grid(21, 60, 104)
-
-    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        frames, rows, columns = module.config.patch_size  # type: ignore[union-attr, misc]
-        return frames, rows, columns
-
-    def layers(self, module: nn.Module) -> list[SelfAttention]:
-        return self.blocks(module, "blocks", "attn1", "norm1")
-
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        given = named(module, args, kwargs)
-        sample, timestep = given["hidden_states"], given["timestep"]
-        latent = Grid(*map(int, sample.shape[-3:]))
-        return Given(sample, timestep.amax(1) if timestep.ndim == 2 else timestep, self.grid(module, latent))
+    patch = None
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
-        size = [tokens * patch for tokens, patch in zip(grid, self.patch_of(module), strict=True)]
-        sample = fill(batch, config.in_channels, *size)
+        sample = fill(batch, config.in_channels, *self.sizes(module, grid))
         given = {
             "hidden_states": sample,
             "timestep": some_timestep(sample.device).expand(batch),
@@ -56,14 +45,11 @@ class LTXVideo(JointFamily):
 
     classes = ("LTXVideoTransformer3DModel",)
     processors = ("LTXVideoAttnProcessor", "LTXVideoAttentionProcessor2_0")
+    blocks = (("transformer_blocks", "attn1", "norm1"),)
     default = Grid(21, 16, 22)
     patch = (1, 1, 1)
 
-    def layers(self, module: nn.Module) -> list[SelfAttention]:
-        return self.blocks(module, "transformer_blocks", "attn1", "norm1")
-
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given; of timesteps by token, the noisiest one."""
         given = named(module, args, kwargs)
         timestep, coordinates = given["timestep"], given.get("video_coords")
         size = [given.get(name) for name in ("num_frames", "height", "width")]
@@ -102,39 +88,27 @@ class HunyuanVideo(JointFamily):
 
     classes = ("HunyuanVideoTransformer3DModel",)
     processors = ("HunyuanVideoAttnProcessor2_0",)
+    blocks: ClassVar[tuple[tuple[str, str, str], ...]] = (
+        ("transformer_blocks", "attn", "norm1"),
+        ("single_transformer_blocks", "attn", "norm"),
+    )
     text = 256
     masks_text = True
     default = Grid(33, 90, 160)
-
-    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        config: Any = module.config
-        return config.patch_size_t, config.patch_size, config.patch_size
-
-    def layers(self, module: nn.Module) -> list[SelfAttention]:
-        double = self.blocks(module, "transformer_blocks", "attn", "norm1")
-        return double + self.blocks(module, "single_transformer_blocks", "attn", "norm")
-
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        given = named(module, args, kwargs)
-        sample = given["hidden_states"]
-        return Given(sample, given["timestep"], self.grid(module, Grid(*map(int, sample.shape[-3:]))))
+    patch = None
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
-        given = self._video(module, grid, batch, fill)
-        given["pooled_projections"] = fill(batch, config.pooled_projection_dim)
-        return {**given, "guidance": fill(batch) + 6.0} if config.guidance_embeds else given
-
-    def _video(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        config: Any = module.config
-        size = [tokens * patch for tokens, patch in zip(grid, self.patch_of(module), strict=True)]
-        sample = fill(batch, config.in_channels, *size)
-        return {
+        sample = fill(batch, config.in_channels, *self.sizes(module, grid))
+        given = {
             "hidden_states": sample,
             "timestep": some_timestep(sample.device, dtype=sample.dtype).expand(batch),
             "encoder_hidden_states": fill(batch, self.text, config.text_embed_dim),
             "encoder_attention_mask": torch.ones(batch, self.text, device=sample.device, dtype=torch.long),
         }
+        if "pooled_projection_dim" in config:
+            given["pooled_projections"] = fill(batch, config.pooled_projection_dim)
+        return {**given, "guidance": fill(batch) + 6.0} if config.get("guidance_embeds") else given
 
 
 class HunyuanVideo15(HunyuanVideo):
@@ -142,15 +116,13 @@ class HunyuanVideo15(HunyuanVideo):
 
     classes = ("HunyuanVideo15Transformer3DModel",)
     processors = ("HunyuanVideo15AttnProcessor2_0",)
+    blocks = (("transformer_blocks", "attn", "norm1"),)
     text = 1000
     default = Grid(31, 45, 80)
 
-    def layers(self, module: nn.Module) -> list[SelfAttention]:
-        return self.blocks(module, "transformer_blocks", "attn", "norm1")
-
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
-        given = self._video(module, grid, batch, fill)
+        given = super().arguments(module, grid, batch, fill)
         device = given["hidden_states"].device
         return {
             **given,
@@ -165,15 +137,13 @@ class CogVideoX(JointFamily):
 
     classes = ("CogVideoXTransformer3DModel",)
     processors = ("CogVideoXAttnProcessor2_0", "FusedCogVideoXAttnProcessor2_0")
+    blocks = (("transformer_blocks", "attn1", "norm1"),)
     default = Grid(13, 60, 90)
-
-    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        config: Any = module.config
-        return config.get("patch_size_t") or 1, config.patch_size, config.patch_size
+    patch = None
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         text: int = module.config.max_text_seq_length  # type: ignore[assignment,union-attr]
-        return self.blocks(module, "transformer_blocks", "attn1", "norm1", text)
+        return [replace(layer, text=text) for layer in super().layers(module)]
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         given = named(module, args, kwargs)
@@ -184,7 +154,7 @@ class CogVideoX(JointFamily):
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
-        frames, rows, columns = (size * patch for size, patch in zip(grid, self.patch_of(module), strict=True))
+        frames, rows, columns = self.sizes(module, grid)
         sample = fill(batch, frames, config.in_channels, rows, columns)
         given: dict[str, Any] = {
             "hidden_states": sample,

@@ -25,12 +25,6 @@ def pipe(folder: Path) -> Any:
     return tiny.sd15(folder, scheduler=tiny.ddim())
 
 
-def test_slicing_before_patching(pipe: Any) -> None:
-    pipe.enable_attention_slicing(1)
-    check_patch(pipe, runner(pipe), layers={"unet": 3})
-    assert {type(found).__name__ for found in processors(pipe).values()} == {"SlicedAttnProcessor"}
-
-
 def test_fused_projections_before_patching(pipe: Any) -> None:
     run = runner(pipe)
     elfatt_sd.apply_patch(pipe, TWO_PHASES)
@@ -54,11 +48,6 @@ def test_projections_that_were_fused_for_a_while(pipe: Any) -> None:
     assert not torch.allclose(run(), before, atol=1e-3)
 
 
-def test_another_processor_before_patching(pipe: Any) -> None:
-    pipe.unet.set_attn_processor(AttnProcessor())
-    check_patch(pipe, runner(pipe), layers={"unet": 3})
-
-
 def slicing(pipe: Any) -> None:
     pipe.enable_attention_slicing(1)
 
@@ -75,6 +64,17 @@ def setting_one(pipe: Any) -> None:
     changed = {name: found for name, found in pipe.unet.attn_processors.items()}
     changed["down_blocks.0.attentions.0.transformer_blocks.0.attn1.processor"] = AttnProcessor2_0()
     pipe.unet.set_attn_processor(changed)
+
+
+def another(pipe: Any) -> None:
+    pipe.unet.set_attn_processor(AttnProcessor())
+
+
+@pytest.mark.parametrize(("replace", "kind"), [(slicing, "SlicedAttnProcessor"), (another, "AttnProcessor")])
+def test_another_plain_processor_before_patching(pipe: Any, replace: Any, kind: str) -> None:
+    replace(pipe)
+    check_patch(pipe, runner(pipe), layers={"unet": 3})
+    assert {type(found).__name__ for found in processors(pipe).values()} == {kind}
 
 
 @pytest.mark.parametrize("replace", [slicing, fusing, setting, setting_one])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ MERGED = PatchConfig("merged", (Phase(1.0, ratio=0.5),))
 MIXED = PatchConfig("mixed", (Phase(1.0, "elfatt", ratio=0.3, block_size=16, agents=8, block_order="spread"),))
 
 
-def unet(folder: Path) -> tuple[Any, Run]:
+def unet() -> tuple[Any, Run]:
     model = tiny.unet()
     given = torch.randn(2, 4, 16, 16, generator=generator()), 900, torch.zeros(2, 7, tiny.TEXT_WIDTH)
 
@@ -40,15 +39,9 @@ def unet(folder: Path) -> tuple[Any, Run]:
     return model, run
 
 
-def pixart(folder: Path) -> tuple[Any, Run]:
-    pipe = tiny_transformers.pixart(folder)
-    given = {"num_inference_steps": 2, "output_type": "latent", "height": 32, "width": 48}
-    return pipe.transformer, lambda: pipe("a", generator=generator(), use_resolution_binning=False, **given).images
-
-
-def family(name: str) -> Callable[[Path], tuple[Any, Run]]:
-    def made(folder: Path) -> tuple[Any, Run]:
-        pipe, run = getattr(tiny_transformers, name)()
+def family(name: str) -> Callable[[], tuple[Any, Run]]:
+    def made() -> tuple[Any, Run]:
+        pipe, run = tiny_transformers.made(name)
         return pipe.transformer, run
 
     return made
@@ -87,33 +80,31 @@ def blurred_queries(model: Any) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-SKIP, BLUR = (
-    "AttentionScoreSkipFunctionMode stands in the place",
-    "diffusers' smoothed_energy_guidance_hook is at its to_q",
-)
+SKIP = "AttentionScoreSkipFunctionMode stands in the place"
+BLUR = "diffusers' smoothed_energy_guidance_hook is at its to_q"
 CASES: dict[str, Any] = {
     "unet": (unet, MIXED, skipped_scores, SKIP),
-    "qwen_image": (family("qwen_image"), NEAR, skipped_scores, SKIP),
-    "z_image": (family("z_image"), NEAR, skipped_scores, SKIP),
+    "qwen_image": (family("Qwen-Image"), NEAR, skipped_scores, SKIP),
+    "z_image": (family("Z-Image"), NEAR, skipped_scores, SKIP),
     "unet, mode": (unet, MIXED, mode, "Values stands in the place"),
-    "sd3, mode": (family("sd3"), NEAR, mode, "Values stands in the place"),
-    "wan, mode": (family("wan"), NEAR, mode, "Values stands in the place"),
-    "pixart, mode": (pixart, MERGED, mode, "Values stands in the place"),
+    "sd3, mode": (family("Stable Diffusion 3"), NEAR, mode, "Values stands in the place"),
+    "wan, mode": (family("Wan"), NEAR, mode, "Values stands in the place"),
+    "pixart, mode": (family("PixArt"), MERGED, mode, "Values stands in the place"),
     "unet, blurred": (unet, MIXED, blurred_queries, BLUR),
-    "pixart, blurred": (pixart, MERGED, blurred_queries, BLUR),
+    "pixart, blurred": (family("PixArt"), MERGED, blurred_queries, BLUR),
 }
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_layers_are_exact_where_another_stands_in(case: str, patch_first: bool, tmp_path: Path) -> None:
+def test_layers_are_exact_where_another_stands_in(case: str, patch_first: bool) -> None:
     make, config, put, why = CASES[case]
-    model, run = make(tmp_path)
+    model, run = make()
     plain = run()
     with put(model):
         expected = run()
     assert not torch.equal(expected, plain)
-    model, run = make(tmp_path)
+    model, run = make()
     if patch_first:
         elfatt_sd.apply_patch(model, config)
         context = put(model)
@@ -130,7 +121,7 @@ def test_layers_are_exact_where_another_stands_in(case: str, patch_first: bool, 
 
 def test_only_the_layer_is_exact_that_another_stands_in() -> None:
     """As with perturbed-attention guidance: hooks come and go from call to call."""
-    model, run = family("qwen_image")(Path())
+    model, run = family("Qwen-Image")()
     elfatt_sd.apply_patch(model, NEAR)
     approximated = run()
     asked = {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False}
@@ -144,7 +135,7 @@ def test_only_the_layer_is_exact_that_another_stands_in() -> None:
 
 def test_blurred_queries_of_text_and_image_are_approximated() -> None:
     """Where tokens are neither merged nor ordered before the projections, a hook sees what it would without a patch."""
-    model, run = family("qwen_image")(Path())
+    model, run = family("Qwen-Image")()
     blurred_queries(model)
     expected = run()
     elfatt_sd.apply_patch(model, PatchConfig("all", (ALL_KEYS["cell_spread"],)))

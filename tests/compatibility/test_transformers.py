@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable
-from pathlib import Path
+import importlib.util
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import diffusers
@@ -25,6 +25,15 @@ ALL = PatchConfig("all", (checks.ALL_KEYS["cell_spread"],))
 FEW = PatchConfig("few", (Phase(1.0, "cell_spread", block_size=8),))
 Feature = Callable[[Any], Any]
 Make = Callable[[], tuple[Any, checks.Run]]
+
+
+@pytest.fixture(autouse=True)
+def backend_of_the_process() -> Iterator[None]:
+    """`set_attention_backend` sets it for all models: with "_native_math", threads switch each other's kernels off."""
+    name = "diffusers.models.attention_dispatch"  # younger than the oldest diffusers
+    known = importlib.util.find_spec(name) is not None
+    with importlib.import_module(name).attention_backend("native") if known else contextlib.nullcontext():
+        yield
 
 
 def lora(pipe: Any) -> None:
@@ -121,28 +130,10 @@ CACHES: dict[Feature, str] = {
 }
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[[], Any]:
+def flux() -> tuple[Any, checks.Run]:
     """Flux with two blocks of each kind."""
-    return lambda: tiny_transformers.flux(
-        tmp_path, transformer=tiny_transformers.flux_transformer(num_layers=2, num_single_layers=2)
-    )
-
-
-def draw(pipe: Any, **options: Any) -> torch.Tensor:
-    given = {"height": 32, "width": 48, "num_inference_steps": STEPS, "max_sequence_length": 16, **options}
-    made: torch.Tensor = pipe("a b", generator=generator(), output_type="latent", **given).images
-    return made
-
-
-def drawing(make: Callable[[], Any]) -> Make:
-    """Return pipelines together with what draws."""
-
-    def made() -> tuple[Any, checks.Run]:
-        pipe = make()
-        return pipe, functools.partial(draw, pipe)
-
-    return made
+    config = {"num_layers": 2, "num_single_layers": 2}
+    return tiny_transformers.flux_run(config=config, num_inference_steps=STEPS)
 
 
 def skip_without(name: str) -> None:
@@ -184,26 +175,29 @@ def check(made: Make, feature: Feature, patch_first: bool, config: PatchConfig, 
 
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("feature", WEIGHTS, ids=lambda feature: feature.__name__)
-def test_weights(make: Callable[[], Any], feature: Feature, patch_first: bool) -> None:
+def test_weights(feature: Feature, patch_first: bool) -> None:
     if WEIGHTS[feature] and not hasattr(diffusers.FluxTransformer2DModel, WEIGHTS[feature]):
         pytest.skip("this diffusers does not have it")
-    assert check(drawing(make), feature, patch_first, ALL) == 4 * STEPS
+    assert check(flux, feature, patch_first, ALL) == 4 * STEPS
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
 @pytest.mark.parametrize("feature", CACHES, ids=lambda feature: feature.__name__)
-def test_caches(make: Callable[[], Any], feature: Feature, patch_first: bool) -> None:
+def test_caches(feature: Feature, patch_first: bool) -> None:
     """A call that a cache spares is neither approximated nor missed."""
     skip_without(CACHES[feature])
-    assert 0 < check(drawing(make), feature, patch_first, ALL) < 4 * STEPS
+    assert 0 < check(flux, feature, patch_first, ALL) < 4 * STEPS
     shared = PatchConfig("shared", (dataclasses.replace(ALL.phases[0], residual_steps=3),))
-    check(drawing(make), feature, patch_first, shared)
+    check(flux, feature, patch_first, shared)
 
 
 @pytest.mark.parametrize("feature", [first_block_cache, mag_cache, taylorseer], ids=lambda feature: feature.__name__)
-def test_caches_of_two_calls(make: Callable[[], Any], feature: Feature) -> None:
+def test_caches_of_two_calls(feature: Feature) -> None:
     skip_without(CACHES[feature])
-    assert 0 < check(drawing(make), feature, True, ALL, negative_prompt="b", true_cfg_scale=2.0) < 2 * 4 * STEPS
+    text = tiny_transformers.embeds(1, width=tiny_transformers.TEXT_WIDTH)
+    negative = {"negative_prompt_embeds": text, "negative_pooled_prompt_embeds": torch.ones(1, 32)}
+    negative["true_cfg_scale"] = 2.0
+    assert 0 < check(flux, feature, True, ALL, **negative) < 2 * 4 * STEPS
 
 
 @pytest.mark.parametrize(
@@ -233,38 +227,39 @@ def set_ip_adapter(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("patch_first", [True, False])
-def test_ip_adapters_are_left_alone(make: Callable[[], Any], patch_first: bool) -> None:
+def test_ip_adapters_are_left_alone(patch_first: bool) -> None:
     """Their layers stay exact, and are named; the others are patched."""
     image = {"joint_attention_kwargs": {"ip_hidden_states": [torch.rand(1, 4, 8, generator=generator())]}}
-    plain, pipe = make(), make()
+    plain, draw = flux()
     set_ip_adapter(plain)
-    expected = draw(plain, **image)
+    expected = draw(**image)
+    pipe, draw = flux()
     if patch_first:
         elfatt_sd.apply_patch(pipe, ALL)
         set_ip_adapter(pipe)
         with pytest.warns(UserWarning, match=r"2 patched layers now have another .* \(FluxIPAdapter"):
-            draw(pipe, **image)
+            draw(**image)
     else:
         set_ip_adapter(pipe)
         with pytest.warns(UserWarning, match=r"2 layers are left alone.* FluxIPAdapter"):
             elfatt_sd.apply_patch(pipe, ALL)
     with recorded() as calls:
-        found = draw(pipe, **image)
+        found = draw(**image)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     assert sum(calls.values()) == 2 * STEPS
     elfatt_sd.remove_patch(pipe)
-    assert torch.equal(draw(pipe, **image), expected)
+    assert torch.equal(draw(**image), expected)
 
 
-def test_ip_adapters_can_be_taken_over(make: Callable[[], Any]) -> None:
+def test_ip_adapters_can_be_taken_over() -> None:
     """The image's own tokens are approximated; those of the adapter's image are seen exactly."""
     image = {"joint_attention_kwargs": {"ip_hidden_states": [torch.rand(1, 4, 8, generator=generator())]}}
-    pipe = make()
+    pipe, draw = flux()
     set_ip_adapter(pipe)
-    expected = draw(pipe, **image)
+    expected = draw(**image)
     elfatt_sd.apply_patch(pipe, ALL, take_over=[IP_ADAPTER.__name__])
     with recorded() as calls:
-        found = draw(pipe, **image)
+        found = draw(**image)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-3)
     assert sum(calls.values()) == 4 * STEPS
 
@@ -290,8 +285,8 @@ def a_function(attn: Any, hidden_states: Any, encoder_hidden_states: Any = None,
 
 
 @pytest.mark.parametrize("processor", [OwnProduct(), OwnName(), a_function], ids=lambda each: type(each).__name__)
-def test_processors_without_a_known_function_are_left_alone_or_refused(make: Callable[[], Any], processor: Any) -> None:
-    pipe, name = make(), type(processor).__name__
+def test_processors_without_a_known_function_are_left_alone_or_refused(processor: Any) -> None:
+    (pipe, _), name = flux(), type(processor).__name__
     pipe.transformer.set_attn_processor(processor)
     with pytest.warns(UserWarning, match=rf"4 layers are left alone.*{name}, is not known to be plain attention\.$"):
         elfatt_sd.apply_patch(pipe, ALL)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from support import tiny_pipelines as tiny
 from support.checks import IDS, SCHEDULERS, place, scheduler
 
+from elfatt_sd.families import timesteps as units
 from elfatt_sd.runtime import schedule as module
 from elfatt_sd.runtime.schedule import BEYOND, Position, Schedule
 
@@ -364,3 +367,127 @@ def test_a_scheduler_with_part_of_its_timesteps() -> None:
     chosen.timesteps = every[::2]
     assert [schedule.locate(timestep) for timestep in every[::2]] == [Position(index, 5) for index in range(5)]
     assert schedule.locate(every[1]) == place(int(every[1]))
+
+
+# Steps of flow-matching pipelines, which hand over scaled, turned, expanded and rounded timesteps.
+
+Handed = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+
+
+HANDED: dict[str, tuple[Handed, int | None]] = {
+    "fraction (Flux, Qwen-Image)": (lambda t, dtype: t.expand(2).to(dtype) / 1000, units.FRACTION),
+    "what is left (Z-Image)": (lambda t, dtype: (1000 - t.expand(2)) / 1000, units.RISING),
+    "what is left, rounded": (lambda t, dtype: ((1000 - t.expand(2)) / 1000).to(dtype), units.RISING),
+    "view (Wan, LTX, SD 3)": (lambda t, dtype: t.expand(2), None),
+    "copy (HunyuanVideo)": (lambda t, dtype: t.expand(2).to(dtype), None),
+    "copies of one (Wan I2V)": (lambda t, dtype: t[None].repeat(2).to(dtype), None),
+}
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def follow(
+    chosen: Any, handed: Handed, dtype: torch.dtype, unit: int | None, calls: int = 1, first: int = 0
+) -> list[Position | None]:
+    """Run a scheduler as a pipeline does, and return where each call is thought to be."""
+    schedule = Schedule(lambda: chosen)
+    sample, found = torch.zeros(1, 2), []
+    for t in chosen.timesteps[first:]:
+        for _ in range(calls):
+            found.append(schedule.locate(handed(t, dtype), unit))
+        sample = chosen.step(torch.zeros(1, 2), t, sample).prev_sample
+    return found
+
+
+@pytest.mark.parametrize("kind", HANDED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("steps", "shift"), [(1, 3.0), (4, 1.0), (8, 3.0), (28, 3.0), (50, 1.0), (50, 12.0)])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_every_call_has_its_step(kind: str, dtype: torch.dtype, steps: int, shift: float, calls: int) -> None:
+    handed, unit = HANDED[kind]
+    chosen = FlowMatchEulerDiscreteScheduler(shift=shift)
+    for _ in range(2):
+        chosen.set_timesteps(steps)
+        found = follow(chosen, handed, dtype, unit, calls)
+        assert found == [Position(step, steps) for step in range(steps) for _ in range(calls)]
+
+
+@pytest.mark.parametrize("kind", HANDED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_image_to_image_begins_inside(kind: str, dtype: torch.dtype) -> None:
+    handed, unit = HANDED[kind]
+    chosen = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    chosen.set_timesteps(50)
+    chosen.set_begin_index(30)
+    found = follow(chosen, handed, dtype, unit, first=30)
+    assert found == [Position(step, 50) for step in range(30, 50)]
+
+
+@pytest.mark.parametrize("kind", HANDED)
+def test_after_a_run_that_was_broken_off(kind: str) -> None:
+    handed, unit = HANDED[kind]
+    chosen = FlowMatchEulerDiscreteScheduler(shift=12.0)
+    chosen.set_timesteps(50)
+    schedule = Schedule(lambda: chosen)
+    for t in chosen.timesteps[:9]:
+        schedule.locate(handed(t, torch.bfloat16), unit)
+        chosen.step(torch.zeros(1, 2), t, torch.zeros(1, 2))
+    chosen.set_timesteps(50)
+    found = follow(chosen, handed, torch.bfloat16, unit)
+    assert found == [Position(step, 50) for step in range(50)]
+
+
+@pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "DPMSolverMultistepScheduler"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_schedulers_of_flows(name: str, dtype: torch.dtype) -> None:
+    """Wan's own, whose timesteps are whole numbers."""
+    chosen = getattr(diffusers, name)(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+    chosen.set_timesteps(30)
+    for handed, unit in HANDED.values():
+        chosen.set_timesteps(30)
+        assert follow(chosen, handed, dtype, unit, 2) == [Position(step, 30) for step in range(30) for _ in range(2)]
+
+
+def test_a_value_between_two_steps_shares_nothing() -> None:
+    """Training, or a preview at a noise level of one's own."""
+    chosen = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    chosen.set_timesteps(8)
+    between = float(chosen.timesteps[2] + chosen.timesteps[3]) / 2000
+    found = Schedule(lambda: chosen).locate(torch.tensor([between]), units.FRACTION)
+    assert found is not None
+    assert not found.scheduled
+
+
+@pytest.mark.parametrize("unit", [units.FRACTION, units.RISING])
+def test_a_tensor_of_fractions_is_a_schedule(unit: int) -> None:
+    values = torch.linspace(1, 0, 11)[:-1].clone()
+    handed = values if unit == units.FRACTION else 1 - values
+    schedule = Schedule(lambda: None)
+    assert [schedule.locate(value.expand(2), unit) for value in handed] == [Position(step, 10) for step in range(10)]
+
+
+def test_a_loop_between_timesteps_stays_in_timesteps_to_its_end() -> None:
+    """As k-diffusion's samplers work them out of noise levels; the last ones could be noise levels as well."""
+    chosen: Any = scheduler("EulerDiscreteScheduler", {})
+    chosen.set_timesteps(10)
+    level = float(chosen.sigmas[6])
+    schedule = Schedule(lambda: chosen)
+    for _ in range(2):
+        found = [schedule.locate(value) for value in (910.3, 437.26, 31.2, 12.4, level, 0.7, 0.0)]
+        assert found[:-1] == [
+            Position(int(999 - value), 1000, False) for value in (910.3, 437.26, 31.2, 12.4, level, 0.7)
+        ]
+        assert found[-1] is not None and found[-1] != BEYOND
+    assert schedule.locate(14.2) == BEYOND, "another loop, which may be in noise levels"
+    assert Schedule(lambda: chosen).locate(level) == Position(6, 10)
+
+
+def test_ranks_of_a_scheduler_that_was_never_set() -> None:
+    """It has all timesteps of the training, and none of a run."""
+    never, own = FlowMatchEulerDiscreteScheduler(shift=3.0), FlowMatchEulerDiscreteScheduler(shift=3.0)
+    own.set_timesteps(4)
+    schedule = Schedule(lambda: never)
+    assert schedule.locate(torch.tensor([1.0]), units.FRACTION) == Position(0, 4)
+    del own
+    assert schedule.locate(torch.tensor([1.0]), units.FRACTION) == Position(0, 1000, False)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 from diffusers import (
     DDIMScheduler,
@@ -91,9 +92,6 @@ def pixart(folder: Path) -> PixArtAlphaPipeline:
         scheduler=DDIMScheduler(beta_schedule="linear", beta_start=0.0001, beta_end=0.02),
     )
     return tiny.quiet(pipe)  # type: ignore[no-any-return]
-
-
-# Pipelines with diffusion transformers of a few thousand random weights.
 
 
 def flux_transformer(**changes: Any) -> FluxTransformer2DModel:
@@ -321,8 +319,8 @@ def wan(second: bool = False, **options: Any) -> tuple[Any, Callable[..., torch.
         pipe = pipeline("WanPipeline", wan_transformer(), wan_transformer(), boundary_ratio=0.8)
     else:
         pipe = pipeline("WanPipeline", wan_transformer())
-    given = {"prompt_embeds": embeds(), "negative_prompt_embeds": embeds(1), "num_frames": 9}
-    return pipe, runner(pipe, height=96, width=64, guidance_scale=3.0, **{**given, **options})
+    given = {"prompt_embeds": embeds(), "negative_prompt_embeds": embeds(1), "num_frames": 9, "guidance_scale": 3.0}
+    return pipe, runner(pipe, height=96, width=64, **{**given, **options})
 
 
 def ltx_video(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
@@ -376,9 +374,63 @@ def cogvideox(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
     return pipe, runner(pipe, height=96, width=64, **{**given, **options})
 
 
-# Whole pipelines with transformers, text encoders and decoders of a few thousand random weights, on disk.
+def flux_run(*, config: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Flux that is given its text as embeddings; one block of each kind; 6x4 tokens."""
+    pipe = pipeline("FluxPipeline", flux_transformer(**(config or {})))
+    given = {"prompt_embeds": embeds(width=TEXT_WIDTH), "pooled_prompt_embeds": torch.zeros(1, 32)}
+    return pipe, runner(pipe, height=96, width=64, **{**given, **options})
 
-WIDTH = WIDTH
+
+def chroma_run(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """The same of Chroma; two calls a step."""
+    pipe = pipeline("ChromaPipeline", chroma_transformer())
+    given = {"prompt_embeds": embeds(width=TEXT_WIDTH), "prompt_attention_mask": torch.ones(1, TEXT)}
+    given |= {f"negative_{name}": tensor for name, tensor in given.items()}
+    return pipe, runner(pipe, height=96, width=64, **{**given, **options})
+
+
+def flux2_run(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    pipe = flux2()
+    return pipe, runner(pipe, **{"prompt_embeds": embeds(width=TEXT_WIDTH), "height": 24, "width": 16, **options})
+
+
+def pixart_run(**options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """Two blocks; 6x4 tokens; guidance in one batch."""
+    scheduler = DDIMScheduler(beta_schedule="linear", beta_start=0.0001, beta_end=0.02)
+    pipe = pipeline("PixArtAlphaPipeline", pixart_transformer(), vae=tiny.vae(), scheduler=scheduler)
+    mask = torch.ones(1, TEXT)
+    given = {"prompt_embeds": embeds(width=TEXT_WIDTH), "prompt_attention_mask": mask, "guidance_scale": 3.0}
+    given |= {"negative_prompt_embeds": embeds(1, width=TEXT_WIDTH), "negative_prompt_attention_mask": mask}
+    given |= {"negative_prompt": None, "use_resolution_binning": False, "height": 24, "width": 16}
+    return pipe, runner(pipe, **{**given, **options})
+
+
+# Every family of transformers: how it is made, and the class of its pipeline, which an old diffusers may lack.
+FAMILIES: dict[str, tuple[Callable[..., tuple[Any, Callable[..., torch.Tensor]]], str]] = {
+    "PixArt": (pixart_run, "PixArtAlphaPipeline"),
+    "Stable Diffusion 3": (sd3, "StableDiffusion3Pipeline"),
+    "Qwen-Image": (qwen_image, "QwenImagePipeline"),
+    "Flux.1": (flux_run, "FluxPipeline"),
+    "Chroma": (chroma_run, "ChromaPipeline"),
+    "Flux.2": (flux2_run, "Flux2Pipeline"),
+    "Z-Image": (z_image, "ZImagePipeline"),
+    "Wan": (wan, "WanPipeline"),
+    "LTX-Video": (ltx_video, "LTXPipeline"),
+    "HunyuanVideo": (hunyuan_video, "HunyuanVideoPipeline"),
+    "HunyuanVideo 1.5": (hunyuan_video_15, "HunyuanVideo15Pipeline"),
+    "CogVideoX": (cogvideox, "CogVideoXPipeline"),
+}
+
+
+def made(name: str, **options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
+    """A pipeline of a family, and what runs it."""
+    make, kind = FAMILIES[name]
+    if not hasattr(diffusers, kind):
+        pytest.skip(f"this version of diffusers has no {kind}")
+    return make(**options)
+
+
+# Whole pipelines with transformers, text encoders and decoders of a few thousand random weights, on disk.
 
 
 def spelling_tokenizer(folder: Path) -> Any:
