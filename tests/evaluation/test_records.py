@@ -146,7 +146,7 @@ LOST = r"run\.json: .*; put the file back from a copy"
         ("memory.json", {"format": 99}, joined, "format=99 is not accepted"),
         ("cost.json", {"rows": 3}, joined, "rows=3 is not accepted"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_file_that_is_damaged_or_of_another_version_is_told(
     copy: Path, name: str, changed: dict[str, Any] | None, read: Callable[[Path], object], message: str
