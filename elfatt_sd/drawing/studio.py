@@ -148,7 +148,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Result(Drawn):
-    """One finished file; its picture and seconds are those of the method."""
+    """One finished file; its image and seconds are those of the method."""
 
     path: Path  # the PNG
     memory: str  # peak while it was drawn, in words

@@ -58,8 +58,7 @@ def test_a_processor_that_is_not_known_is_left_alone() -> None:
 
 def test_pixart_is_timed_in_benches(tmp_path: Path) -> None:
     """Beside its floor, and without tomesd, which patches UNets alone."""
-    from elfatt_sd.benchmarking.pipeline import pipeline
-    from elfatt_sd.benchmarking.unet import unet
+    from elfatt_sd.benchmarking import pipeline, unet
 
     tiny_transformers.pixart(tmp_path).save_pretrained(tmp_path / "pixart")
     options: dict[str, Any] = {"methods": ["tome", "elfatt-fast"], "repeats": 1, "device": "cpu"}

@@ -91,7 +91,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
         if not isinstance(found, Mapping):
             raise TypeError(type(found).__name__)
     except Exception as error:
-        raise ElfattError(f"weights {path} are no file of tensors by name ({type(error).__name__}).") from error
+        raise ElfattError(f"weights {path} are not a file of tensors by name ({type(error).__name__}).") from error
     return found
 
 

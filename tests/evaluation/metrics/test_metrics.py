@@ -159,7 +159,7 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"metric": "prdc", "weights": "x"}, "accepted: none"),
         ({"metric": "lpips", "weights": "x", "better": "lower"}, "better='lower'"),
         ({"metric": "image-reward", "weights": "x"}, "package.module:function"),
-        ({"metric": "lpips", "weights": "absent.pth"}, "no file of tensors"),
+        ({"metric": "lpips", "weights": "absent.pth"}, "not a file of tensors"),
         ({"metric": "clip-score", "weights": "absent"}, "no config.json"),
         ({"metric": "own_metrics:absent"}, "cannot be imported"),
         ({"metric": "absent_module:f"}, "cannot be imported"),
@@ -183,7 +183,7 @@ def test_files_that_are_something_else(folder: Path, alexnet: Path, monkeypatch:
     cut = {key: value for key, value in weights.items() if key != "features.3.weight"}
     contents = {
         "other": ({"other": torch.zeros(1)}, "no network"),
-        "list": ([1], "no file of tensors"),
+        "list": ([1], "not a file of tensors"),
         "cut": (cut, "no 'features.3.weight'"),
         "shape": ({**cut, "features.3.weight": torch.zeros(2)}, r"a \(2,\) 'features.3"),
     }
