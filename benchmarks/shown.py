@@ -30,6 +30,7 @@ from elfatt_sd.benchmarking.report import (
     write_report,
 )
 from elfatt_sd.devices import short_commit
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.charts import drawing
 from elfatt_sd.files import link, write_file
 
@@ -381,4 +382,7 @@ OTHERS |= {
 
 if __name__ == "__main__":
     for path in sys.argv[1:]:
-        print(*write_suite(Path(path)), sep="\n")
+        try:
+            print(*write_suite(Path(path)), sep="\n")
+        except ElfattError as error:
+            sys.exit(f"error: {error}")

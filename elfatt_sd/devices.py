@@ -231,10 +231,17 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "keeps_freed_memory": _kept,
-        "ram_gib": psutil.virtual_memory().total / 2**30,
+        "ram_gib": _ram_gib(),
         "cuda": _cuda(device) if device.type == "cuda" else None,
         "attention_backends": {"scaled_dot_product_attention": kernels},
     }
+
+
+def _ram_gib() -> float | None:
+    try:
+        return float(psutil.virtual_memory().total / 2**30)
+    except OSError:
+        return None
 
 
 def _cuda(device: torch.device) -> dict[str, Any]:
@@ -283,16 +290,20 @@ class Bystanders:
         self._start = _processor_seconds()
 
     def share(self) -> float | None:
-        """None within the same tick of the clock."""
-        everything, busy, own = (
-            after - before for after, before in zip(_processor_seconds(), self._start, strict=True)
-        )
+        """None within the same tick of the clock, or where the system does not tell."""
+        now = _processor_seconds()
+        if now is None or self._start is None:
+            return None
+        everything, busy, own = (after - before for after, before in zip(now, self._start, strict=True))
         return min(1.0, max(0.0, (busy - own) / everything)) if everything > 0 else None
 
 
-def _processor_seconds() -> tuple[float, float, float]:
+def _processor_seconds() -> tuple[float, float, float] | None:
     """Seconds of all processors since they started, those in which they were busy, and those of this process."""
-    times, own = psutil.cpu_times(), os.times()
+    try:
+        times, own = psutil.cpu_times(), os.times()
+    except OSError:  # /proc is closed in some sandboxes
+        return None
     busy, idle = (sum(getattr(times, name, 0.0) for name in names) for names in (_BUSY, _IDLE))
     return busy + idle, busy, own.user + own.system + own.children_user + own.children_system
 

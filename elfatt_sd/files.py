@@ -194,7 +194,7 @@ def refused(what: str, accepted: str) -> ElfattError:
 
 
 def known_keys(prefix: str, data: Mapping[str, Any], known: Collection[str]) -> None:
-    unknown = sorted(set(data) - set(known))
+    unknown = sorted(map(str, set(data) - set(known)))
     if unknown:
         raise ElfattError(f"key {prefix + unknown[0]!r} is not known; accepted: {', '.join(known)}.")
 
@@ -215,7 +215,10 @@ def checked(data: Any, shape: type[Shape]) -> Shape:
 
 def parse_json(content: bytes) -> Any:
     """Return what JSON holds, strictly: no NaN, no infinity, no number beyond float, no half of a surrogate pair."""
-    return msgspec.json.decode(content)
+    try:
+        return msgspec.json.decode(content)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def read_json(path: Path, remedy: str) -> Any:

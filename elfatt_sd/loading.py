@@ -112,31 +112,27 @@ def scheduler_like(own: Any, kind: Any, **settings: Any) -> Any:
     return made
 
 
-def make_scheduler(name: str, own: Any, *, accepted: str = "", plms: bool = True) -> Any:
-    """Return a scheduler by a name in `SCHEDULERS`, or by diffusers' class, with the settings of a model's own.
-
-    With `plms`, PNDM goes without its Runge-Kutta start. Where `accepted` is empty, errors list what fits the model.
-    """
+def make_scheduler(name: str, own: Any) -> Any:
+    """Return a scheduler by a name in `SCHEDULERS`, or by diffusers' class, with the settings of a model's own."""
     import diffusers
 
     def make(name: str) -> Any:
         kind = getattr(diffusers, SCHEDULERS.get(name.lower(), name))
-        return scheduler_like(
-            own, kind, **({"skip_prk_steps": True} if plms and kind is diffusers.PNDMScheduler else {})
-        )
+        plms = {"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}
+        return scheduler_like(own, kind, **plms)
 
     def fits(name: str) -> bool:
         with contextlib.suppress(ElfattError):
             return make(name) is not None
         return False
 
-    found = SCHEDULERS.get(name.lower(), "PNDMScheduler" if name == "PLMS" else name)
-    if not issubclass(getattr(diffusers, found, object), diffusers.SchedulerMixin):
-        raise ElfattError(f"scheduler={name!r} is not known; accepted: {accepted or ', '.join(SCHEDULERS)}.")
+    kind = getattr(diffusers, SCHEDULERS.get(name.lower(), name), None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+        raise ElfattError(f"scheduler={name!r} is not known; accepted: {', '.join(SCHEDULERS)}.")
     try:
-        return make(found)
+        return make(name)
     except ElfattError as error:
-        accepted = accepted or ", ".join(filter(fits, SCHEDULERS))
+        accepted = ", ".join(filter(fits, SCHEDULERS))
         remedy = f"accepted: {accepted}" if accepted else "leave it out, as no other does"
         own_name = type(own).__name__
         raise ElfattError(f"scheduler={name!r} does not fit the model's {own_name}: {error}; {remedy}.") from error

@@ -74,7 +74,7 @@ def apply_patch(
 
 def warn_if_slower(planned: Plan) -> None:
     if planned.slower:
-        warn("slower", method=planned.config.method, slower=planned.slower)
+        warn("slower", 4, method=planned.config.method, slower=planned.slower)
 
 
 def _class_names(take_over: Any) -> tuple[str, ...]:
@@ -100,7 +100,8 @@ def _warn_of_others_processors(chosen: dict[str, Layers], config: PatchConfig, t
     advice = f" Give take_over=[...] with the class names ({names}) to replace them in approximated steps."
     if take_over:
         advice += f" ({', '.join(take_over)} in take_over is another class.)"
-    warn("left alone", count=len(left), first=left[0].name, why=left[0].obstacle, advice=advice if names else "")
+    why, advice = left[0].obstacle, advice if names else ""
+    warn("left alone", 4, count=len(left), first=left[0].name, why=why, advice=advice)
 
 
 def remove_patch(pipe: Pipeline) -> Pipeline:

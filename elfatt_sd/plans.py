@@ -303,7 +303,7 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
     if frames is not None:
         if not isinstance(frames, numbers.Integral) or frames <= 0 or (frames - 1) % time:
             raise ElfattError(f"frames={frames!r} is not accepted; give a multiple of {time}, and 1 more.")
-        if isinstance(pipe, nn.Module):
+        if isinstance(pipe, nn.Module) or not callable(pipe):
             clips = any(word in type(module).__name__ for word in ("3D", "Motion", "Temporal", "I2V"))
         else:
             clips = "num_frames" in inspect.signature(pipe.__call__).parameters

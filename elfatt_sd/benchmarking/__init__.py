@@ -43,7 +43,7 @@ from elfatt_sd.benchmarking.variants import (
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.drawing.running import dimensions_of, exact_size, look_at, warn_if_too_large
-from elfatt_sd.errors import need
+from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, main_denoiser, step_denoisers
 from elfatt_sd.loading import pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
@@ -95,7 +95,9 @@ def layer(
         calls = parts[part](side, batch, block_size, place, precision)
         key = {"tokens": count, "batch": batch, "part": part}
         kept = dict(calls)
-        for name in calls if before else ():  # its time is expected from the last size, as if its cost were quadratic
+        for name in (
+            calls if before and math.isfinite(max_seconds) else ()
+        ):  # its time is expected from the last size, as if its cost were quadratic
             own = [row["seconds"] * (count / row["tokens"]) ** 2 for row in before if row["method"] == name]
             if not own or own[-1] > max_seconds:
                 del kept[name]
@@ -233,6 +235,8 @@ def unet(
     **settings: Any,
 ) -> Results:
     """Time one UNet call in every phase of every method, and add them up over a run of 50 steps."""
+    if compile and autotune:
+        raise ElfattError("autotune=True is not accepted with compile=True; compiled layers cannot be measured.")
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     batches = (batch, 2 * batch) if memory is None else memory

@@ -225,10 +225,12 @@ def _draw_sheet(
     sheet = Sheet(
         lambda request: sources[request.model].load_for(request), list(sources), prompts, methods, rounds, **settings
     )
-    with progress(sheet.images) as (on_step, on_image):
-        sheet.run(on_step, on_image)
-    print("\n".join(sheet.summary()))
-    print(sheet.write(out))
+    try:
+        with progress(sheet.images) as (on_step, on_image):
+            sheet.run(on_step, on_image)
+    finally:  # what is finished is shown and kept when it is stopped
+        if sheet.lines:
+            print("\n".join([*sheet.summary(), str(sheet.write(out))]))
 
 
 @app.command()

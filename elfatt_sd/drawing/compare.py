@@ -101,6 +101,7 @@ class Trial:
         self.studio, self.rounds, self.again = studio, rounds, again
         self.prompt, self.seed = shot or next(studio.shots())
         given = [each if isinstance(each, PatchConfig) else PatchConfig.preset(known_method(each)) for each in methods]
+        given = [each.renamed("sd, changed") if each.active and each.method == UNTOUCHED else each for each in given]
         self.configs = {each.method: each for each in (PatchConfig.preset(UNTOUCHED), *given)}
         self.comparison = Comparison(list(self.configs), self._take, rounds)
         self.times = self.comparison.times
@@ -140,7 +141,7 @@ class Trial:
     def draw(self, method: str) -> Shot:
         with self._patched(method):
             shot = self.studio.draw(self.prompt, self.seed)
-        if shot.fault or method not in self.shots:
+        if method not in self.shots or (shot.fault and method != UNTOUCHED):
             self.shots[method] = shot
         return shot
 
@@ -241,14 +242,14 @@ def try_methods(pipe: Any, prompt: str, *, methods: Sequence[str] = METHODS, rou
 
 def compared(studio: Studio) -> Iterator[Result]:
     """Draw and write each patched image between two untouched ones: its own, and the next one's or its own again."""
-    method = studio.request.config
-    trials = (Trial(studio, [method], 1, again=True, shot=shot) for shot in studio.shots())
+    trials = (Trial(studio, [studio.request.config], 1, again=True, shot=shot) for shot in studio.shots())
     first = next(trials)
     first.warm_up()
+    *_, method = first.configs
     first.times[UNTOUCHED].append(first.draw(UNTOUCHED).seconds)
     trial: Trial | None = first
     while trial:
-        trial.times[method.method].append(trial.draw(method.method).seconds)
+        trial.times[method].append(trial.draw(method).seconds)
         following = next(trials, None)
         after = (following or trial).draw(UNTOUCHED).seconds
         trial.times[UNTOUCHED].append(after)
@@ -341,7 +342,7 @@ class Sheet:
         columns = max(len(line.rows) for line in self.lines)
         size = max(line.rows[0].picture.size for line in self.lines)
         blank = Image.new("RGB", size, "white")  # where no method made another image of its own
-        was_busy = {model: bool(self.busy(model)) for model in self._models}
+        was_busy = {line.model: bool(self.busy(line.model)) for line in self.lines}
         images, captions = [], []
         for line in self.lines:
             missing = columns - len(line.rows)
@@ -356,7 +357,9 @@ class Sheet:
 
     def summary(self) -> Iterator[str]:
         """Yield a line for each method of each pipeline: how many times as fast, and how close."""
-        for model in self._models:
+        for model in dict.fromkeys(line.model for line in self.lines):
+            if list(self._rows(model)) == [UNTOUCHED]:
+                yield f"{model}: no method changed the image and kept {LEAST:g} dB PSNR to the untouched one"
             for method, rows in self._rows(model).items():
                 if method == UNTOUCHED:
                     continue

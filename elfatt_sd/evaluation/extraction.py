@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 DECODING = 4  # goes up when the same file gives other pixels, or none
 CHUNK = 1024  # images that are committed together
 BATCH = 32  # images that go through the network together
+LARGEST_BATCH = 100_000_000  # bytes of its images
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]  # `[h, w, 3]`
 Decoded = Pixels | str  # an image, or its name and what is wrong with it
 _LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)  # what is wrong with a file for good; the rest may pass
@@ -106,10 +107,13 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
     return replace(found, entries=kept)
 
 
+def is_rendered(source: str) -> bool:
+    return source == "toy" or source.partition(":")[0] == "renders"
+
+
 def check_exists(source: str) -> None:
     """Check that the files of a reference are there, whatever they hold."""
-    rendered = source.partition(":")[0] in ("toy", "renders")
-    if source and not rendered and not os.path.exists(source):
+    if source and not is_rendered(source) and not os.path.exists(source):
         raise ElfattError(f"reference {source} does not exist; accepted: {ACCEPTED}.")
 
 
@@ -149,7 +153,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 def _is_image(path: Path) -> bool:
     """Tell by the suffix and, where it says nothing, by the content."""
     suffix = path.suffix.lower()
-    if SUFFIXES.fullmatch(suffix) or BESIDE.fullmatch(suffix) or not path.is_file():
+    if SUFFIXES.fullmatch(suffix) or BESIDE.fullmatch(suffix) or not os.path.isfile(path):
         return SUFFIXES.fullmatch(suffix) is not None
     from PIL import Image
 
@@ -455,7 +459,8 @@ def _extract_range(
             unreadable.append(picture)
         else:
             batch.append(torch.from_numpy(picture).permute(2, 0, 1))
-        if batch and (len(batch) == BATCH or done == places.stop):
+        whole = len(batch) == BATCH or sum(image.numel() for image in batch) > LARGEST_BATCH
+        if batch and (whole or done == places.stop):
             same = len({image.shape for image in batch}) == 1
             groups = [torch.stack(batch)] if same else [image[None] for image in batch]
             features += [extractor(group).cpu() for group in groups]

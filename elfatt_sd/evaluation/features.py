@@ -307,14 +307,19 @@ def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
     }
 
 
+class _Side(Struct, frozen=True):
+    shortest_edge: Edge | None = None
+    height: Edge | None = None
+
+
 class _Processor(Struct, frozen=True):
     """What `preprocessor_config.json` of transformers says."""
 
-    crop_size: Edge | dict[str, Edge] | None = None
-    size: Edge | dict[str, Edge] | None = None
+    crop_size: Edge | _Side | None = None
+    size: Edge | _Side | None = None
     image_mean: Colour | None = None
     image_std: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=3, max_length=3)] | None = None
 
 
-def _edge(size: int | dict[str, int] | None) -> int | None:
-    return size.get("shortest_edge", size.get("height")) if isinstance(size, dict) else size
+def _edge(size: int | _Side | None) -> int | None:
+    return size.shortest_edge or size.height if isinstance(size, _Side) else size

@@ -134,7 +134,7 @@ def load_labels(name: str) -> list[Label]:
 def read_labels(path: Path) -> list[Label]:
     """Read labels from a text file (one per line) or a `.csv` with a column `name` (or `label`), optionally `wnid`."""
     text = _read(path, "labels")
-    rows: list[Mapping[str, Any]] = [{"name": line} for line in text.split("\n")]
+    rows: list[Mapping[str, Any]] = [{"name": line} for line in io.StringIO(text, newline=None)]
     if path.suffix.lower() == ".csv":
         rows = [row for _, row in _table(path, text, ",")]
     column = "name" if not rows or "name" in rows[0] else "label"
@@ -195,8 +195,11 @@ def _value(place: str, row: Mapping[str, Any], column: str) -> str:
 
 def _read(path: Path, what: str) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_bytes().decode("utf-8-sig")
+        if "\0" in text:  # UTF-16 of plain letters is UTF-8 too, of other prompts
+            raise ValueError("it holds NUL, as UTF-16 does")
+        return text
+    except (OSError, ValueError) as error:
         raise ElfattError(f"{what} {path} cannot be read ({error}); give a file in UTF-8.") from error
 
 

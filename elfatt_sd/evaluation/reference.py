@@ -25,6 +25,7 @@ from elfatt_sd.evaluation.extraction import (
     SourceImages,
     check_exists,
     extract,
+    is_rendered,
     left_out_words,
     open_source,
 )
@@ -175,7 +176,7 @@ def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[SourceIma
     """Return the images, of which there are as many as there must be, and their fingerprint."""
     check_given(wanted.source)
     pictures: SourceImages | Renders
-    if wanted.source.partition(":")[0] in ("toy", "renders"):
+    if is_rendered(wanted.source):
         number = wanted.source.partition(":")[2]
         if number and not (re.fullmatch(r"[0-9]{1,8}", number) and 1 < int(number) <= MOST_IMAGES):
             accepted = f"renders:COUNT with a whole number from 2 to {MOST_IMAGES}"

@@ -151,7 +151,7 @@ def evaluate(
             measured += [_Stage(run, "memory", MEMORY_FILE, report).once(lambda: measure_memory(run, report))]
         write_page(run, report)
         for name, reason in ((name, reason) for errors in measured for name, reason in errors.items()):
-            if reason not in failed.get(name, ""):
+            if reason not in failed.get(name, "").split("; "):
                 failed[name] = f"{failed[name]}; {reason}" if name in failed else reason
         return failed
 

@@ -281,9 +281,7 @@ class FeatureStatistics:
 def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     """Read `mu` `[d]` and `sigma` `[d, d]` from an `.npz` of this or another tool, and `count` where it is given."""
     try:
-        if os.path.isfile(path) and not zipfile.is_zipfile(
-            path
-        ):  # NumPy would take it for a pickle, and say how to run its code
+        if os.path.isfile(path) and not zipfile.is_zipfile(path):  # NumPy would say how to run the code of a pickle
             raise ValueError("it is not an archive of arrays")
         with load_plain(path) as data:
             arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))

@@ -144,7 +144,8 @@ def _check_name_is_free(where: str, kind: type[Attention]) -> None:
         return name.casefold().replace("-", "_")
 
     taken = {} if is_own(kind) else {plain(name): f"the method {name!r}" for name in sorted(_TAKEN)}
-    places = {(other.__module__, other.__qualname__): plain(other.name) for other in _known.values()}
-    taken |= {name: ":".join(place) for place, name in places.items() if place != (kind.__module__, kind.__qualname__)}
+    others = [(other.name, (other.__module__, other.__qualname__)) for other in _known.values()]
+    own = kind.__module__, kind.__qualname__  # a class may be declared again, as in a notebook
+    taken |= {plain(name): ":".join(place) for name, place in others if place != own}
     if plain(kind.name) in taken:
         raise ElfattError(f"{where}: the name {kind.name!r} is taken by {taken[plain(kind.name)]}; give another one.")

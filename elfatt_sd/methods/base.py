@@ -189,7 +189,6 @@ class Attention:
         empty: whether it computes nothing, so that it makes sense with `residual_steps` alone.
         joint: whether it attends to `Layer.context` as well, so that layers which join image and text can have it.
         aliases: other names of its fields as settings.
-        beside_text: those of its settings that matter only in layers that join image and text.
     """
 
     name: ClassVar[str] = ""
@@ -199,7 +198,6 @@ class Attention:
     joint: ClassVar[bool] = False
     empty: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
-    beside_text: ClassVar[frozenset[str]] = frozenset()
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared | None:
         """Work out what holds for a whole step of a layer.

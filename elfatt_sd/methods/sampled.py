@@ -61,7 +61,6 @@ class Sampled(Attention):
     merges: ClassVar[bool] = False
     joint: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({"block_size": "keys"})
-    beside_text: ClassVar[frozenset[str]] = frozenset(("weighted",))
     family = "sampled keys"
 
     keys: int = 128

@@ -52,5 +52,5 @@ TEXTS = {
 }
 
 
-def warn(kind: str, **values: Any) -> None:
-    warnings.warn(f"elfatt-sd: {TEXTS[kind].format(**values)}", stacklevel=3)
+def warn(kind: str, stacklevel: int = 3, **values: Any) -> None:
+    warnings.warn(f"elfatt-sd: {TEXTS[kind].format(**values)}", stacklevel=stacklevel)

@@ -141,7 +141,7 @@ class Tuner:
 
     def _key(self, state: LayerCall, phase: Phase, sample: Tensor) -> str:
         kind = sample.device.type
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         where = state.index, state.grid, state.patched.original, state.patched.fused, phase
         given = sample.shape, sample.dtype, sample.device, autocast, torch.get_num_threads(), _copies(state, phase)
         if (where, given) not in self._keys:

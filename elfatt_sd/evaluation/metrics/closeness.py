@@ -88,7 +88,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
     """Read a file of tensors by name; no code in it is run."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(found, Mapping):
+        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
             raise TypeError(type(found).__name__)
     except Exception as error:
         raise ElfattError(f"weights {path} are not a file of tensors by name ({type(error).__name__}).") from error
@@ -105,6 +105,8 @@ def _fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None
         if found is None or found.shape != parameter.shape:
             shape = "no" if found is None else f"a {tuple(found.shape)}"
             raise ElfattError(f"weights {path} have {shape} 'features.{place}'; wanted is {tuple(parameter.shape)}.")
+        if not (found.is_floating_point() and not found.is_meta and found.isfinite().all()):
+            raise ElfattError(f"weights {path} have 'features.{place}' that is not of finite numbers.")
         with torch.no_grad():
             parameter.copy_(found)
 
@@ -120,7 +122,9 @@ def _metric(name: str, known: str, path: Path, compare: Any, device: str) -> Ima
             raise ValueError(f"{title} compares with the untouched images")
         both = (torch.split(frames, 8) for frames in (batch.frames(), batch.untouched.flatten(0, 1)))
         with exact_float32(torch.device(device)):
-            pairs = [[part.to(device).float() / 255 for part in pair] for pair in zip(*both, strict=True)]
+            pairs = (
+                [part.to(device).float() / 255 for part in pair] for pair in zip(*both, strict=True)
+            )  # 8 at a time
             parts = [compare(*pair).reshape(-1) for pair in pairs]
         return batch.by_image(torch.cat(parts))
 
