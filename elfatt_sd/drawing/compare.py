@@ -101,7 +101,9 @@ class Trial:
         self.studio, self.rounds, self.again = studio, rounds, again
         self.prompt, self.seed = shot or next(studio.shots())
         given = [each if isinstance(each, PatchConfig) else PatchConfig.preset(known_method(each)) for each in methods]
-        given = [each.renamed("sd, changed") if each.active and each.method == UNTOUCHED else each for each in given]
+        given = [
+            each.renamed("sd with settings") if each.active and each.method == UNTOUCHED else each for each in given
+        ]
         self.configs = {each.method: each for each in (PatchConfig.preset(UNTOUCHED), *given)}
         self.comparison = Comparison(list(self.configs), self._take, rounds)
         self.times = self.comparison.times

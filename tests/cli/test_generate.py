@@ -96,6 +96,12 @@ def test_compare_shows_both_and_says_how_they_differ(model: Path, tmp_path: Path
         assert untouched.tobytes() in columns
 
 
+def test_a_method_may_be_sd_with_settings(model: Path, tmp_path: Path) -> None:
+    result = draw(model, tmp_path, "--compare", "--method", "sd", "--attention-backend", "native")
+    assert "identical: sd with settings changed nothing in this run" in result.stdout
+    assert files(tmp_path) == ["0001-a-red-star.json", "0001-a-red-star.png"]
+
+
 @pytest.mark.parametrize(("last", "told"), [(2.2, False), (6.0, True)])
 def test_each_patched_image_stands_between_untouched_ones(
     pipe: Any, tmp_path: Path, monkeypatch: Any, last: float, told: bool

@@ -263,6 +263,14 @@ def test_pictures_of_different_sizes_need_no_resizing(tmp_path: Path) -> None:
     assert build(tmp_path / "a", tmp_path / "cache", count=3).count == 3
 
 
+def test_a_batch_of_large_pictures_is_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extraction, "LARGEST_BATCH", 3 * 40 * 32)  # bytes of one
+    extractor, sizes = regions(), list[int]()
+    extractor.network.register_forward_hook(lambda module, given, out: sizes.append(len(out)))
+    extract(SourceImages(open_source(flat(tmp_path))), extractor, tmp_path / "rows")
+    assert sum(sizes) == PHOTOS and max(sizes) == 2
+
+
 def test_progress_is_told_once_a_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what it is of and the time left; what was there before does not count as speed."""
     clock, lines = [0.0], list[str]()

@@ -108,6 +108,7 @@ def test_lists_in_the_package(name: str) -> None:
     [
         ("a.txt", " \n\n", {}, "no prompt"),
         ("a.txt", "é".encode("latin-1"), {}, "UTF-8"),
+        ("a.txt", "a cat\n".encode("utf-16-le"), {}, "NUL"),
         ("a.txt", "a\n", {"cluster": "x"}, "need a table"),
         ("a.csv", "", {}, "no prompt"),
         ("a.csv", "title\na\n", {}, "has the columns title"),

@@ -52,8 +52,9 @@ def test_a_processor_that_is_not_known_is_left_alone() -> None:
 
     pipe, _ = tiny_transformers.pixart_run()
     pipe.transformer.transformer_blocks[0].attn1.set_processor(Other())
-    with pytest.warns(UserWarning, match="1 layers are left alone"):
+    with pytest.warns(UserWarning, match="1 layers are left alone") as warned:
         elfatt_sd.apply_patch(pipe, "tome")
+    assert warned[0].filename == __file__  # Python shows a text once for each line of the user's
 
 
 def test_pixart_is_timed_in_benches(tmp_path: Path) -> None:
