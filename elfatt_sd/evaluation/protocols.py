@@ -199,7 +199,8 @@ class Protocol:
             raise refused(f"cell {twice[-1]!r}, given twice", "cells that differ; give each its own name")
         baselines = [cell.name for cell in self.cells if cell.role == "baseline"]
         if len(baselines) != 1:
-            raise refused(f"{len(baselines)} cells of role 'baseline' ({', '.join(baselines)})", "exactly one")
+            named = ", ".join(baselines) or "none"
+            raise refused(f"{len(baselines)} cells of role 'baseline' ({named})", "exactly one")
         for choice in self.metrics:
             check_side(choice.metric, self.height, self.width)
         _check_published(self.published)
@@ -234,8 +235,10 @@ class Protocol:
     def from_dict(cls, data: Mapping[str, Any]) -> Protocol:
         data = {"cells": (), **data}
         if isinstance(data["cells"], list | tuple):
-            own = ({**row} if isinstance(row, Mapping) else {} for row in data["cells"])
-            data["cells"] = [{key: value for key, value in row.items() if key != "config"} for row in own]
+            data["cells"] = [
+                {key: row[key] for key in row if key != "config"} if isinstance(row, Mapping) else row
+                for row in data["cells"]
+            ]
         return checked(data, cls)
 
     @property
