@@ -159,8 +159,8 @@ class PatchConfig:
             ElfattError: unknown setting, or a value out of range.
         """
         own: dict[str, Any] = {name: value for name, value in settings.items() if name in RUN_SETTINGS}
-        others = RUN_SETTINGS | {"active_fraction"}
-        per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name not in others}
+        per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name not in own}
+        fraction = per_phase.pop("active_fraction", None)
         check_settings(per_phase)
         ratio = per_phase.get("ratio", 0)
         if ratio > 0 and not all(phase.attention.merges for phase in self.all_phases):
@@ -169,17 +169,19 @@ class PatchConfig:
                 f"ratio={ratio!r} is not accepted with method {self.method!r}, which does not merge tokens; leave "
                 f"ratio away, or take a method that merges: {', '.join(merging)}."
             )
-        fraction = settings.get("active_fraction")
         if fraction is not None:
             errors.real("active_fraction", fraction, 0.0, 1.0)
 
         def with_changes(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
             phases = tuple(phase if phase.exact else phase.with_settings(per_phase) for phase in phases)
-            return phases if fraction is None else _with_active_fraction(phases, float(fraction))
+            if fraction is None or not phases:
+                return phases
+            first, *rest = phases  # the border between the method's own phase and the rest of the run moves
+            border = 1 - float(fraction) if first.exact else float(fraction)
+            changed = (dataclasses.replace(first, until=border),) if border else ()
+            return (*changed, *(phase for phase in rest if phase.until > border))
 
-        changed = self._with_phases(with_changes, **own)
-        object.__setattr__(changed, "changes", {**self.changes, **settings})
-        return changed
+        return self._with_phases(with_changes, **own)._knowing({**self.changes, **settings})
 
     def _with_phases(self, change: Callable[[tuple[Phase, ...]], tuple[Phase, ...]], **own: Any) -> PatchConfig:
         per_layer = tuple(LayerPhases(each.layers, change(each.phases)) for each in self.per_layer)
@@ -187,9 +189,11 @@ class PatchConfig:
 
     def renamed(self, method: str) -> PatchConfig:
         """Return a copy with another name, which knows the same changes."""
-        changed = dataclasses.replace(self, method=method)
-        object.__setattr__(changed, "changes", self.changes)
-        return changed
+        return dataclasses.replace(self, method=method)._knowing(self.changes)
+
+    def _knowing(self, changes: Mapping[str, Any]) -> PatchConfig:
+        object.__setattr__(self, "changes", changes)  # no field: neither compared nor saved
+        return self
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that this configuration has not: no phase that approximates uses them."""
@@ -314,17 +318,6 @@ def _shown(path: object) -> str:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-def _with_active_fraction(phases: tuple[Phase, ...], fraction: float) -> tuple[Phase, ...]:
-    """Move the border between the method's own phase and the rest of the run."""
-    if not phases:
-        return phases
-    first, *rest = phases
-    border = 1 - fraction if first.exact else fraction
-    if border == 0:
-        return tuple(rest)
-    return (dataclasses.replace(first, until=border), *(phase for phase in rest if phase.until > border))
 
 
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]

@@ -19,7 +19,7 @@ from elfatt_sd.runtime import warn
 from elfatt_sd.runtime.autotune import measure_phases
 from elfatt_sd.runtime.denoiser import OWNER, PATCH, Owner, Patch
 from elfatt_sd.runtime.layer import Layers, choose_layers, fitted, resolve
-from elfatt_sd.runtime.schedule import Schedule, SchedulerFinder
+from elfatt_sd.runtime.schedule import Schedule
 
 Pipeline = TypeVar("Pipeline")
 
@@ -62,11 +62,11 @@ def apply_patch(
     if config.active:
         main, owner = next(iter(denoisers.values())), Owner(pipe)
         if pipe is not unwrap(main):
-            _attributes(pipe)[OWNER] = owner
-        schedule = Schedule(SchedulerFinder(pipe), family_of(main).takes_noise_levels(unwrap(main)))
+            vars(pipe)[OWNER] = owner
+        schedule = Schedule(owner, family_of(main).takes_noise_levels(unwrap(main)))
         for name, denoiser in denoisers.items():
             Patch(config, chosen[name], denoiser, schedule, owner, autotune, names).install()
-        _warn_of_others_processors(chosen, config, names)
+        _warn_of_others_processors(chosen, config)
         if not autotune:
             warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))
     return pipe
@@ -86,7 +86,7 @@ def _class_names(take_over: Any) -> tuple[str, ...]:
     return names
 
 
-def _warn_of_others_processors(chosen: dict[str, Layers], config: PatchConfig, take_over: Sequence[str]) -> None:
+def _warn_of_others_processors(chosen: dict[str, Layers], config: PatchConfig) -> None:
     levels = levels_of(next(iter(chosen.values())).found)
     left = [
         layer
@@ -98,10 +98,7 @@ def _warn_of_others_processors(chosen: dict[str, Layers], config: PatchConfig, t
         return
     names = ", ".join(sorted({layer.processor_name for layer in left if not layer.obstacle_to(layer.processor)}))
     advice = f" Give take_over=[...] with the class names ({names}) to replace them in approximated steps."
-    if take_over:
-        advice += f" ({', '.join(take_over)} in take_over is another class.)"
-    why, advice = left[0].obstacle, advice if names else ""
-    warn("left alone", 4, count=len(left), first=left[0].name, why=why, advice=advice)
+    warn("left alone", 4, count=len(left), first=left[0].name, why=left[0].obstacle, advice=advice if names else "")
 
 
 def remove_patch(pipe: Pipeline) -> Pipeline:
@@ -118,7 +115,8 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
     Raises:
         ElfattError: there is no UNet.
     """
-    _warn_of_others(pipe)
+    if (owner := _owner(pipe)) is not None:
+        owner.warn_of_others()
     _remove(pipe)
     return pipe
 
@@ -126,10 +124,11 @@ def remove_patch(pipe: Pipeline) -> Pipeline:
 def _remove(pipe: Any) -> None:
     for patch in _all_patches(pipe):
         patch.remove()
-    _attributes(pipe).pop(OWNER, None)
+    getattr(pipe, "__dict__", {}).pop(OWNER, None)
 
 
 def _all_patches(pipe: Any) -> list[Patch]:
+    """Return the patches of what a pipeline holds, and of what it held when it was patched."""
     owner = _owner(pipe)
     kept = [] if owner is None else owner.patches
     try:
@@ -141,19 +140,10 @@ def _all_patches(pipe: Any) -> list[Patch]:
 
 
 def _owner(pipe: Any) -> Owner | None:
-    owner: Owner | None = _attributes(pipe).get(OWNER)
+    owner: Owner | None = getattr(pipe, "__dict__", {}).get(OWNER)
     if owner is not None:
         owner.target = weakref.ref(pipe)  # it may have been pickled
     return owner
-
-
-def _attributes(pipe: Any) -> dict[str, Any]:
-    return getattr(pipe, "__dict__", {})
-
-
-def _warn_of_others(pipe: Any) -> None:
-    if (owner := _owner(pipe)) is not None:
-        owner.warn_of_others()
 
 
 @contextmanager
@@ -198,9 +188,10 @@ def restored(pipe: Any) -> Iterator[None]:
     finally:
         remove_patch(pipe)
         for patch in before:
-            patch.renew()
+            if not hasattr(patch.module, PATCH):  # else somebody has patched it meanwhile
+                patch.install()
         if owner is not None:
-            _attributes(pipe)[OWNER] = owner
+            vars(pipe)[OWNER] = owner
 
 
 def plan(
@@ -264,14 +255,9 @@ def is_patched(pipe: Any) -> bool:
     Raises:
         ElfattError: there is no UNet and no transformer of a known family.
     """
-    _warn_of_others(pipe)
+    if (owner := _owner(pipe)) is not None:
+        owner.warn_of_others()
     return bool(patches_of(pipe))
-
-
-def current_config(pipe: Any) -> PatchConfig | None:
-    """Return the configuration that a pipeline is patched with, or None."""
-    _warn_of_others(pipe)
-    return next((patch.config for patch in patches_of(pipe).values()), None)
 
 
 def patches_of(pipe: Any) -> dict[str, Patch]:

@@ -171,12 +171,11 @@ class Phase:
         errors.flag("residual_guidance", residual_guidance)
         if attention_dtype is not None:
             errors.choice("attention_dtype", attention_dtype, NARROWER)
-        merge = Merge() if merge is None else merge
         kind = attention if isinstance(attention, Attention) else attention_named(attention)()
         values = {
             "until": until,
             "attention": kind.with_settings(settings),
-            "merge": dataclasses.replace(merge, **_some(settings, MERGE_SETTINGS)),
+            "merge": dataclasses.replace(merge or Merge(), **_some(settings, MERGE_SETTINGS)),
             "residual_steps": residual_steps,
             "residual_guidance": residual_guidance,
             "attention_dtype": attention_dtype,

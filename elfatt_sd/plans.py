@@ -140,7 +140,7 @@ class Plan:
             phases = self.config.for_layer(layer.name).phases
             if layer.patched and any(phase.residual_steps > 1 and not phase.exact for phase in phases):
                 sizes.append((layer.tokens, layer.channels))
-        return kept_bytes(sizes, 1, torch.float16, self.config.residuals)
+        return kept_bytes(sizes, torch.float16, self.config.residuals)
 
     def average(self, layer: PlannedLayer) -> float:
         parts = (phase.until - phase.start for phase in self.phases)

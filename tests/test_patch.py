@@ -1,4 +1,4 @@
-"""Installing and removing a patch: exactness, determinism, randomness, numbers."""
+"""Installing and removing a patch: exactness, determinism, randomness, and models that come and go."""
 
 from __future__ import annotations
 
@@ -15,83 +15,91 @@ import diffusers
 import pytest
 import torch
 from support import tiny_pipelines as tiny
-from support.checks import ACTIVE, elfatt_processors, picture_of, processors
+from support.checks import ACTIVE, elfatt_processors, inputs, like, picture_of, processors
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.patch import current_config
 from elfatt_sd.runtime import call as state_module
-from elfatt_sd.runtime.call import LayerCall
 
-EVERY_SETTING = [
-    PatchConfig.preset("elfatt", active_fraction=1.0, block_order=order, block_size=37) for order in ("curve", "spread")
-] + [
-    PatchConfig.preset("elfatt-fast", active_fraction=1.0, levels=2, block_size=50),
-    PatchConfig.preset("agent", active_fraction=1.0, fp32_logits=True),
-    PatchConfig.preset("elfatt", active_fraction=1.0, ratio=0.0, split="channels", agents=7),
-    PatchConfig.preset("tome", ratio=0.75, reuse_layers=True, reuse_steps=2),
-    PatchConfig("two", (Phase(1.0, "block", block_size=37, block_order="windows", second_order="spread"),)),
-    PatchConfig("cells", (Phase(1.0, "cell_spread", block_size=37, block_order="spread"),)),
-    PatchConfig("samples", (Phase(1.0, "sampled", block_size=37, groups=4),)),
-    PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=1, redraw=False),), levels=2, fp32_logits=True),
-    PatchConfig("corrected", (Phase(1.0, "sampled", block_size=20, residual_steps=2),)),
-    PatchConfig("corrected", (Phase(1.0, "elfatt", ratio=0.5, block_size=20, residual_steps=2),), reuse_steps=3),
-]
+EVERY_SETTING = {
+    **{
+        f"elfatt, {order}": PatchConfig.preset("elfatt", active_fraction=1.0, block_order=order, block_size=37)
+        for order in ("curve", "spread")
+    },
+    "elfatt-fast": PatchConfig.preset("elfatt-fast", active_fraction=1.0, levels=2, block_size=50),
+    "agent": PatchConfig.preset("agent", active_fraction=1.0, fp32_logits=True),
+    "channels": PatchConfig.preset("elfatt", active_fraction=1.0, ratio=0.0, split="channels", agents=7),
+    "tome": PatchConfig.preset("tome", ratio=0.75, reuse_layers=True, reuse_steps=2),
+    "two": PatchConfig("x", (Phase(1.0, "block", block_size=37, block_order="windows", second_order="spread"),)),
+    "cells": PatchConfig("x", (Phase(1.0, "cell_spread", block_size=37, block_order="spread"),)),
+    "samples": PatchConfig("x", (Phase(1.0, "sampled", block_size=37, groups=4),)),
+    "one draw": PatchConfig(
+        "x", (Phase(1.0, "sampled", block_size=20, groups=1, redraw=False),), levels=2, fp32_logits=True
+    ),
+    "shared": PatchConfig("x", (Phase(1.0, "sampled", block_size=20, residual_steps=2),)),
+    "shared, merged": PatchConfig(
+        "x", (Phase(1.0, "elfatt", ratio=0.5, block_size=20, residual_steps=2),), reuse_steps=3
+    ),
+}
 
 
-EVERY_ID = [f"{config.method}-{config.phases[-1].attention.name}-{index}" for index, config in enumerate(EVERY_SETTING)]
+def config_of(pipe: Any) -> PatchConfig | None:
+    """The configuration that a pipeline, or a UNet, is patched with."""
+    patch = vars(getattr(pipe, "unet", pipe)).get("elfatt_patch")
+    assert elfatt_sd.is_patched(pipe) is (patch is not None)
+    return None if patch is None else patch.config
 
 
-@pytest.mark.parametrize("config", EVERY_SETTING, ids=EVERY_ID)
+@pytest.mark.parametrize("config", EVERY_SETTING.values(), ids=list(EVERY_SETTING))
 def test_changes_the_picture_and_puts_everything_back(pipe: Any, config: PatchConfig) -> None:
     before, untouched, modules = processors(pipe), picture_of(pipe), list(vars(pipe.unet))
     assert elfatt_sd.apply_patch(pipe, config) is pipe
     approximated = picture_of(pipe)
-    assert approximated.isfinite().all()
-    assert not torch.equal(approximated, untouched)
+    assert approximated.isfinite().all() and not torch.equal(approximated, untouched)
     assert torch.equal(picture_of(pipe), approximated)  # the same call twice
     assert elfatt_sd.remove_patch(pipe) is pipe
     assert all(processors(pipe)[name] is old for name, old in before.items())
-    assert list(vars(pipe.unet)) == modules
-    assert not pipe.unet._forward_pre_hooks
+    assert list(vars(pipe.unet)) == modules and not pipe.unet._forward_pre_hooks
     assert torch.equal(picture_of(pipe), untouched)
 
 
-@pytest.mark.parametrize("settings", [{"method": "tome"}, {"method": "elfatt", "active_fraction": 0.0}], ids=str)
-def test_nothing_merged_is_bit_identical(pipe: Any, settings: dict[str, Any]) -> None:
-    untouched = picture_of(pipe)
-    with pytest.warns(UserWarning, match=f"with ratio=0.0.*, method '{settings['method']}' approximates nothing"):
-        elfatt_sd.apply_patch(pipe, ratio=0.0, **settings)
-    assert torch.equal(picture_of(pipe), untouched)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_finite_and_close(dtype: torch.dtype) -> None:
+    unet, (sample, text), first = tiny.unet(), inputs(torch.float32), torch.tensor([999, 666, 333])[0]
+    half = copy.deepcopy(unet).to(dtype)
+    with torch.no_grad():
+        exact = unet(sample, first, text).sample
+        for name, config in EVERY_SETTING.items():
+            full = elfatt_sd.apply_patch(unet, config)(sample, first, text).sample
+            reduced = elfatt_sd.apply_patch(half, config)(sample.to(dtype), first, text.to(dtype)).sample.float()
+            assert reduced.isfinite().all(), name
+            assert (reduced - full).abs().max() < 0.1 * exact.abs().max(), name
 
 
 def test_steps_outside_the_phases_are_bit_identical(pipe: Any) -> None:
-    traces: list[list[torch.Tensor]] = []
-    for patch in (False, True):
-        if patch:
-            elfatt_sd.apply_patch(pipe, PatchConfig("late", (Phase(0.5), Phase(1.0, "block", block_size=16))))
-        trace: list[torch.Tensor] = []
-
-        def keep(pipe: Any, step: int, timestep: Any, kwargs: Any, trace: list[torch.Tensor] = trace) -> Any:
-            trace.append(kwargs["latents"])
-            return kwargs
-
-        pipe.scheduler = tiny.ddim()
-        picture_of(pipe, steps=6, callback_on_step_end=keep)
-        traces.append(trace)
-    same = [torch.equal(before, after) for before, after in zip(*traces, strict=True)]
-    assert same == [True] * 3 + [False] * 3
+    traces: list[list[torch.Tensor]] = [[]]
+    pipe.scheduler = tiny.ddim()
+    handle = pipe.unet.register_forward_hook(lambda module, given, output: traces[-1].append(output[0]))
+    picture_of(pipe, 6)
+    traces.append([])
+    elfatt_sd.apply_patch(pipe, PatchConfig("late", (Phase(0.5), Phase(1.0, "block", block_size=16))))
+    picture_of(pipe, 6)
+    handle.remove()
+    assert [torch.equal(*pair) for pair in zip(*traces, strict=True)] == [True] * 3 + [False] * 3
 
 
-def test_patching_twice_replaces(pipe: Any) -> None:
+def test_a_patch_replaces_another_unless_it_fails(pipe: Any) -> None:
     before = processors(pipe)
     elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)
+    with pytest.raises(ElfattError):
+        elfatt_sd.apply_patch(pipe, "elfatt", ratio=2)
+    assert config_of(pipe) == PatchConfig.preset("tome")
     elfatt_sd.apply_patch(pipe, "elfatt")
     both = picture_of(pipe)
     assert len(pipe.unet._forward_pre_hooks) == 1
     elfatt_sd.apply_patch(pipe, "sd")  # the untouched pipeline
-    assert processors(pipe) == before and current_config(pipe) is None
+    assert processors(pipe) == before and config_of(pipe) is None
     elfatt_sd.remove_patch(pipe)  # once more does no harm
     elfatt_sd.apply_patch(pipe, "elfatt")
     assert torch.equal(picture_of(pipe), both)
@@ -103,19 +111,23 @@ def test_contexts_return_to_the_outer_patch_also_after_an_exception(pipe: Any) -
         assert sum(layer.patched for layer in plan.layers) == 3
         with elfatt_sd.patched(pipe, "elfatt"):
             assert elfatt_sd.is_patched(pipe.unet)
-        assert current_config(pipe) == PatchConfig.preset("tome") and elfatt_sd.is_patched(pipe)
+        assert config_of(pipe) == PatchConfig.preset("tome")
         raise RuntimeError("stop")
-    assert current_config(pipe) is None and not elfatt_sd.is_patched(pipe)
+    assert config_of(pipe) is None
     assert all(processors(pipe)[name] is old for name, old in before.items())
+
+
+def with_controlnet(pipe: Any, net: Any) -> Any:
+    return like(diffusers.StableDiffusionControlNetPipeline, pipe, controlnet=net)
 
 
 def test_a_context_leaves_what_shares_its_unet_as_it_was(pipe: Any) -> None:
     """A pipeline with a ControlNet, built around the UNet of a patched one."""
     elfatt_sd.apply_patch(pipe, "elfatt")
-    before = picture_of(pipe, 5)
-    net = tiny.controlnet(pipe.unet)
-    parts = {**pipe.components, "scheduler": copy.deepcopy(pipe.scheduler)}
-    with elfatt_sd.patched(diffusers.StableDiffusionControlNetPipeline(**parts, controlnet=net), "tome"):
+    before, net = picture_of(pipe, 5), tiny.controlnet(pipe.unet)
+    other = with_controlnet(pipe, net)
+    other.scheduler = copy.deepcopy(pipe.scheduler)
+    with elfatt_sd.patched(other, "tome"):
         assert elfatt_processors(net)
     assert not elfatt_processors(net)
     assert pipe.unet.elfatt_patch.schedule._find_scheduler() is pipe.scheduler
@@ -133,18 +145,23 @@ def test_results_depend_on_nothing_that_ran_before_and_move_no_global_state(pipe
         assert torch.equal(picture_of(pipe), fresh)
 
 
-def test_draws_differ_by_step_and_layer_and_are_shared_by_the_batch(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def note_states(pipe: Any, note: Any) -> None:
+    """Have the state of every layer noted after each call of the UNet."""
+
+    def after(*_: Any) -> None:
+        for state in patch.latest.states.values():
+            note(state)
+
+    patch = pipe.unet.elfatt_patch
+    patch._handles.append(pipe.unet.register_forward_hook(after))
+
+
+def test_draws_differ_by_step_and_layer_and_are_shared_by_the_batch(pipe: Any) -> None:
     drawn: dict[tuple[int, int], torch.Tensor] = {}
-    begin = LayerCall.begin
-
-    def record(self: LayerCall, phase: Phase, step: int, *args: Any) -> bool:
-        holds = begin(self, phase, step, *args)
-        assert self.split is not None
-        drawn[step, self.index] = self.split.places[self.split.sources :]
-        return holds
-
-    monkeypatch.setattr(LayerCall, "begin", record)
     elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)
+    note_states(
+        pipe, lambda state: drawn.update({(state.call.step, state.index): state.split.places[state.split.sources :]})
+    )
     for batch in (1, 2, 3):  # prompts; odd batches and no guidance keep their random destinations
         drawn.clear()
         picture_of(pipe, prompt=["a"] * batch, guidance_scale=1.0 if batch == 3 else 3.0)
@@ -152,8 +169,18 @@ def test_draws_differ_by_step_and_layer_and_are_shared_by_the_batch(pipe: Any, m
         assert all(choice.ndim == 1 and choice.unique().numel() > 1 for choice in drawn.values())
 
 
+@pytest.mark.parametrize("redraw", [True, False])
+@pytest.mark.parametrize(("attention", "part"), [("sampled", "keys"), ("block", "order")])
+def test_blocks_and_samples_are_drawn_in_every_step_or_once(pipe: Any, attention: Any, part: str, redraw: bool) -> None:
+    phase, drawn = Phase(1.0, attention, block_size=16, block_order="spread", redraw=redraw), list[torch.Tensor]()
+    elfatt_sd.apply_patch(pipe, PatchConfig("drawn", (phase,)))
+    note_states(pipe, lambda state: drawn.append(getattr(state.prepared, part)) if state.index == 0 else None)
+    picture_of(pipe, steps=3)
+    assert [torch.equal(drawn[0], other) for other in (drawn[1], drawn[-1])] == [not redraw] * 2
+
+
 @pytest.mark.parametrize("method", ACTIVE)
-def test_pictures_of_a_batch_do_not_influence_each_other(pipe: Any, method: str) -> None:
+def test_pictures_of_a_batch_do_not_influence_each_other(pipe: Any, method: Any) -> None:
     elfatt_sd.apply_patch(pipe, method)
     latents = torch.randn(3, 4, 16, 16, generator=torch.Generator().manual_seed(0))
     together = picture_of(pipe, prompt=["a", "b", "c"], latents=latents.clone())
@@ -161,22 +188,16 @@ def test_pictures_of_a_batch_do_not_influence_each_other(pipe: Any, method: str)
     torch.testing.assert_close(together[1:2], alone, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "config"), list(zip([torch.bfloat16, torch.float16] * 8, EVERY_SETTING, strict=False))
-)
-def test_half_precision_is_finite_and_close(config: PatchConfig, dtype: torch.dtype) -> None:
-    unet = tiny.unet()
-    sample = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(0))
-    text = torch.randn(2, 7, tiny.TEXT_WIDTH, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        first = torch.tensor([999, 666, 333])[0]
-        exact = unet(sample, first, text).sample
-        for half in (unet, copy.deepcopy(unet).to(dtype)):
-            elfatt_sd.apply_patch(half, config)
-        full = unet(sample, first, text).sample
-        reduced = half(sample.to(dtype), first, text.to(dtype)).sample.float()
-    assert reduced.isfinite().all()
-    assert (reduced - full).abs().max() < 0.1 * exact.abs().max()
+def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, find_candidates = list[int](), state_module.find_candidates
+    monkeypatch.setattr(state_module, "find_candidates", lambda *given: counted.append(1) or find_candidates(*given))
+    pipe.scheduler = tiny.ddim()
+    cases: list[tuple[Any, int]] = [({}, 3 * 4), ({"reuse_layers": True}, 4), ({"reuse_steps": 2}, 3 * 2)]
+    for settings, expected in (*cases, ({"reuse_layers": True, "reuse_steps": 4}, 1)):
+        counted.clear()
+        with elfatt_sd.patched(pipe, "tome", **settings):
+            picture_of(pipe, steps=4)
+        assert len(counted) == expected, settings
 
 
 def test_no_layer_that_could_be_patched(folder: Path) -> None:
@@ -188,13 +209,6 @@ def test_no_layer_that_could_be_patched(folder: Path) -> None:
     without = {"down_block_types": ("DownBlock2D",) * 3, "up_block_types": ("UpBlock2D",) * 3, "mid_block_type": None}
     with pytest.raises(ElfattError, match="the UNet has no self-attention layer over the image; there is nothing"):
         elfatt_sd.apply_patch(tiny.unet(**without), "tome")
-
-
-def test_a_failed_patch_leaves_the_old_one(pipe: Any) -> None:
-    elfatt_sd.apply_patch(pipe, "tome")
-    with pytest.raises(ElfattError):
-        elfatt_sd.apply_patch(pipe, "elfatt", ratio=2)
-    assert current_config(pipe) == PatchConfig.preset("tome")
 
 
 @pytest.mark.parametrize(
@@ -215,57 +229,8 @@ def test_targets_that_are_no_pipeline(target: Any, says: str) -> None:
             function(target)
 
 
-def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[int] = []
-    find_candidates = state_module.find_candidates
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        counted.append(1)
-        return find_candidates(*args, **kwargs)
-
-    monkeypatch.setattr(state_module, "find_candidates", counting)
-    pipe.scheduler = tiny.ddim()
-    for settings, expected in (
-        ({}, 3 * 4),
-        ({"reuse_layers": True}, 4),
-        ({"reuse_steps": 2}, 3 * 2),
-        ({"reuse_layers": True, "reuse_steps": 4}, 1),
-    ):
-        counted.clear()
-        with elfatt_sd.patched(pipe, "tome", **settings):
-            picture_of(pipe, steps=4)
-        assert len(counted) == expected, settings
-
-
-@pytest.mark.parametrize("order", ["sequence", "spread"])
-def test_one_block_and_no_merging_is_exact_attention(pipe: Any, order: Any) -> None:
+def test_what_has_no_effect_is_warned_of_once(pipe: Any) -> None:
     untouched = picture_of(pipe)
-    with elfatt_sd.patched(pipe, PatchConfig("one", (Phase(1.0, "block", block_size=256, block_order=order),))):
-        torch.testing.assert_close(picture_of(pipe), untouched, atol=1e-5 if order == "sequence" else 1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("redraw", [True, False])
-@pytest.mark.parametrize("attention", ["sampled", "block"])
-def test_blocks_and_samples_are_drawn_in_every_step_or_once(pipe: Any, attention: str, redraw: bool) -> None:
-    phase = Phase(1.0, attention, block_size=16, block_order="spread", redraw=redraw)
-    elfatt_sd.apply_patch(pipe, PatchConfig("drawn", (phase,)))
-    state = next(module.elfatt_state for module in pipe.unet.modules() if hasattr(module, "elfatt_state"))
-    drawn = []
-
-    def record(*_: Any) -> None:
-        prepared = state.patch.latest.states[state.index].prepared
-        drawn.append(prepared.keys if attention == "sampled" else prepared.order)
-
-    hook = pipe.unet.register_forward_hook(record)
-    try:
-        picture_of(pipe, steps=3)
-    finally:
-        hook.remove()
-    assert torch.equal(drawn[0], drawn[1]) is not redraw
-    assert torch.equal(drawn[0], drawn[-1]) is not redraw
-
-
-def test_settings_without_effect_are_warned_of_once(pipe: Any) -> None:
     for method, settings in (("tome", {"agents": 7}), (PatchConfig.preset("tome", agents=7), {})):
         with pytest.warns(UserWarning) as warned:
             elfatt_sd.apply_patch(pipe, method, **settings)
@@ -275,32 +240,25 @@ def test_settings_without_effect_are_warned_of_once(pipe: Any) -> None:
         pass
     assert len(warned) == 1
     elfatt_sd.apply_patch(pipe, "sd", block_size=64)  # of the untouched pipeline: as a loop over methods does
-    with pytest.warns(UserWarning, match="with ratio=0, method 'tome' approximates nothing"):
-        elfatt_sd.apply_patch(pipe, "tome", ratio=0)
-    assert not elfatt_sd.is_patched(pipe)
+    for given in ({"method": "tome"}, {"method": "elfatt", "active_fraction": 0.0}):
+        with pytest.warns(UserWarning, match=f"with ratio=0.*, method '{given['method']}' approximates nothing"):
+            elfatt_sd.apply_patch(pipe, ratio=0, **given)
+        assert not elfatt_sd.is_patched(pipe) and torch.equal(picture_of(pipe), untouched)
     with pytest.warns(UserWarning, match="method 'elfatt-fast' has no setting stride"):
         elfatt_sd.plan(pipe, "elfatt-fast", stride=3)
-
-
-def test_a_stride_that_leaves_nothing_to_merge_is_told(pipe: Any) -> None:
     elfatt_sd.apply_patch(pipe, "tome", stride=64)
     with pytest.warns(UserWarning, match="no token of 16x16 can be merged by tome, whose attention is exact there"):
         picture_of(pipe, steps=2)
 
 
+# Models that come into a pipeline, and go, after it was patched.
+
 NEW = "came into it after apply_patch, and has no patch; call apply_patch again"
 
 
-def with_controlnet(pipe: Any, net: Any) -> Any:
-    parts = {name: part for name, part in pipe.components.items() if name != "image_encoder"}
-    kind = diffusers.StableDiffusionControlNetPipeline
-    return tiny.quiet(kind(**parts, controlnet=net, requires_safety_checker=False))
-
-
 def test_a_controlnet_that_comes_later_is_named_when_it_draws(pipe: Any) -> None:
-    one, two = tiny.controlnet(pipe.unet), tiny.controlnet(pipe.unet)
+    one, two, given = tiny.controlnet(pipe.unet), tiny.controlnet(pipe.unet), {"image": torch.rand(1, 3, 32, 32)}
     guided = with_controlnet(pipe, one)
-    given = {"image": torch.rand(1, 3, 32, 32)}
     elfatt_sd.apply_patch(guided, "tome")
     picture_of(guided, **given)
     guided.controlnet = two
@@ -336,7 +294,7 @@ def test_what_a_pipeline_no_longer_holds_is_put_back(exchanged: Any) -> None:
     pipe.unet = other
     with pytest.warns(UserWarning, match=f"the unet of this StableDiffusionPipeline {NEW}"):
         assert not elfatt_sd.is_patched(pipe)
-    assert current_config(pipe) is None  # said once: warnings are errors here
+    assert not elfatt_sd.is_patched(pipe)  # said once: warnings are errors here
     elfatt_sd.remove_patch(pipe)
     assert not (elfatt_sd.is_patched(first) or elfatt_sd.is_patched(other))
     pipe.unet = first
@@ -345,7 +303,7 @@ def test_what_a_pipeline_no_longer_holds_is_put_back(exchanged: Any) -> None:
     elfatt_sd.apply_patch(pipe, "elfatt")
     pipe.unet = other
     elfatt_sd.apply_patch(pipe, "tome")  # as asked for: without a word
-    assert not elfatt_sd.is_patched(first) and current_config(other) == PatchConfig.preset("tome")
+    assert not elfatt_sd.is_patched(first) and config_of(other) == PatchConfig.preset("tome")
     elfatt_sd.remove_patch(pipe)
 
 
@@ -366,7 +324,7 @@ def test_nested_contexts_around_an_exchange(exchanged: Any) -> None:
         pipe.unet = other
         with elfatt_sd.patched(pipe, "elfatt"):
             assert elfatt_sd.is_patched(other) and not elfatt_sd.is_patched(first)
-        assert current_config(first) == PatchConfig.preset("tome") and not elfatt_sd.is_patched(other)
+        assert config_of(first) == PatchConfig.preset("tome") and not elfatt_sd.is_patched(other)
     assert not (elfatt_sd.is_patched(first) or elfatt_sd.is_patched(other))
     held = weakref.ref(other)
     pipe.unet = first
@@ -376,16 +334,14 @@ def test_nested_contexts_around_an_exchange(exchanged: Any) -> None:
 
 
 def test_what_another_pipeline_has_patched_since_stays_patched(exchanged: Any) -> None:
-    first = exchanged.unet
-    parts = exchanged.components
-    sharing = tiny.quiet(diffusers.StableDiffusionImg2ImgPipeline(**parts, requires_safety_checker=False))
+    first, sharing = exchanged.unet, like(diffusers.StableDiffusionImg2ImgPipeline, exchanged)
     elfatt_sd.apply_patch(exchanged, "tome")
     exchanged.unet = None
     with elfatt_sd.patched(sharing, "elfatt"):
         elfatt_sd.apply_patch(sharing, "elfatt-fast")
-    assert current_config(first) == PatchConfig.preset("tome")
+    assert config_of(first) == PatchConfig.preset("tome")
     elfatt_sd.apply_patch(sharing, "elfatt")
     with pytest.raises(ElfattError):
         elfatt_sd.remove_patch(exchanged)
-    assert current_config(first) == PatchConfig.preset("elfatt")
+    assert config_of(first) == PatchConfig.preset("elfatt")
     elfatt_sd.remove_patch(sharing)

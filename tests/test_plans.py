@@ -11,7 +11,8 @@ import torch
 from support import tiny_pipelines as tiny
 
 import elfatt_sd
-from elfatt_sd.config import EXACT, PatchConfig, Phase
+from elfatt_sd.config import EXACT, LayerPhases, PatchConfig, Phase
+from elfatt_sd.families import find_layers
 from elfatt_sd.families.shapes import sketch
 from elfatt_sd.methods import Grid
 from elfatt_sd.plans import _fitted, describe, multiply_adds
@@ -33,7 +34,21 @@ def test_a_layer_that_the_estimate_makes_slower_says_so(pipe: Any) -> None:
     assert SLOWER not in str(elfatt_sd.plan(pipe, config, height=128, width=128, agents=64))
 
 
-SAMPLED = Phase(1.0, "sampled", block_size=128)
+def test_stretches_and_layers_are_told_apart(pipe: Any) -> None:
+    first, second = (layer.name for layer in find_layers(pipe.unet)[:2])
+    blocks, sampled = Phase(0.5, "block", block_size=16, block_order="windows"), Phase(1.0, "sampled", keys=8)
+    own = LayerPhases(first, (blocks,)), LayerPhases(second, (sampled,))
+    plan = elfatt_sd.plan(pipe, PatchConfig("own", per_layer=own))
+    assert [(phase.start, phase.until) for phase in plan.phases] == [(0.0, 0.5), (0.5, 1.0)]
+    assert ["windows" in phase.what for phase in plan.phases] == [True, False]
+    assert "sampled keys" in plan.phases[1].what
+    by_name = {layer.name: layer for layer in plan.layers}
+    assert by_name[first].multiply_adds_by_phase[1] == by_name[first].multiply_adds
+    assert by_name[second].multiply_adds_by_phase[0] == by_name[second].multiply_adds_by_phase[1]
+
+
+SAMPLED, BLOCKS = Phase(1.0, "sampled", block_size=128), Phase(1.0, "block", block_size=128)
+AT_MOST = "(90% asked, at most 75% with stride 2), softmax attention"
 
 
 @pytest.mark.parametrize(
@@ -41,24 +56,15 @@ SAMPLED = Phase(1.0, "sampled", block_size=128)
     [
         (SAMPLED, [(16, 16)], "128 sampled keys (2 groups)", "128 sampled keys (2 groups)"),
         (SAMPLED, [(8, 8)], "64 sampled keys (1 group)", "64 sampled keys (128 asked, 1 group)"),
-        (
-            Phase(1.0, "block", block_size=128),
-            [(33, 33)],
-            "sequence blocks of 121",
-            "sequence blocks of 121 (128 asked)",
-        ),
+        (BLOCKS, [(33, 33)], "sequence blocks of 121", "sequence blocks of 121 (128 asked)"),
+        (BLOCKS, [(8, 8), (33, 33)], "sequence blocks of 64", "sequence blocks of 64 to 121 (128 asked)"),
         (Phase(1.0, "block", block_size=227), [(32, 64)], "sequence blocks of 227", "sequence blocks of 227"),  # or 228
+        (Phase(1.0, ratio=0.9), [(8, 8)], "75% merged (stride 2), softmax attention", f"75% merged {AT_MOST}"),
         (
-            Phase(1.0, "block", block_size=128),
-            [(8, 8), (33, 33)],
-            "sequence blocks of 64",
-            "sequence blocks of 64 to 121 (128 asked)",
-        ),
-        (
-            Phase(1.0, ratio=0.9),
-            [(8, 8)],
-            "75% merged (stride 2), softmax attention",
-            "75% merged (90% asked, at most 75% with stride 2), softmax attention",
+            Phase(1.0, ratio=0.5),
+            [(1, 1)],
+            "exact attention",
+            "0% merged (50% asked, at most 0% with stride 2), softmax attention",
         ),
         (Phase(1.0, "agent", agents=4096), [(8, 8)], "64 agents", "64 agents (4096 asked)"),
         (
@@ -66,12 +72,6 @@ SAMPLED = Phase(1.0, "sampled", block_size=128)
             [(8, 8)],
             "agents merged at 75%",
             "agents merged at 75% (95% asked)",
-        ),
-        (
-            Phase(1.0, ratio=0.5),
-            [(1, 1)],
-            "exact attention",
-            "0% merged (50% asked, at most 0% with stride 2), softmax attention",
         ),
         (EXACT, [(8, 8)], "exact attention", "exact attention"),
     ],
@@ -99,52 +99,42 @@ def test_multiply_adds_by_arithmetic() -> None:
 
 
 def test_the_whole_call_bounds_the_speed_up_by_arithmetic(pipe: Any) -> None:
-    plan = elfatt_sd.plan(pipe, "tome").counting({"unet": pipe.unet})
+    """Exact phases count in the limit, and so does a ControlNet; what cannot be called is said."""
+    plan = elfatt_sd.plan(pipe, "tome")
     call = plan.call
-    assert call.before is not None and call.after is not None
+    assert call.before is not None and call.after is not None and call.limit is not None
     assert call.before - call.after == plan.multiply_adds_before - plan.multiply_adds_after
     assert call.speed == call.before / call.after
-    patched = sum(layer.multiply_adds for layer in plan.layers if layer.patched)
-    assert call.limit == call.before / (call.before - patched)
+    assert call.limit == call.before / (call.before - sum(each.multiply_adds for each in plan.layers if each.patched))
     assert f"By this count it is {call.speed:.2f} times as fast, {call.limit:.2f} if" in str(plan)
     assert plan.to_dict()["call"]["denoisers"] == {"unet": call.before}
-    untouched = elfatt_sd.plan(pipe, "sd").counting({"unet": pipe.unet}).call
-    assert untouched.speed == untouched.limit == 1
+    untouched = elfatt_sd.plan(pipe, "sd").call
+    half = elfatt_sd.plan(pipe, PatchConfig("x", (Phase(0.5, ratio=0.5),))).call
+    assert untouched.speed == untouched.limit == 1 and half.limit is not None
+    assert 1 - 1 / half.limit == pytest.approx((1 - 1 / call.limit) / 2)
+    both = plan.counting({"unet": pipe.unet, "controlnet": tiny.controlnet(pipe.unet)}).call
+    assert (both.before or 0) > call.before and "whole call (UNet and controlnet)" in str(both)
+    unknown = plan.counting({"unet": pipe.unet, "controlnet": torch.nn.Linear(2, 2)})
+    assert (unknown.call.before, unknown.call.speed) == (None, None) and "not counted (controlnet)" in str(unknown.call)
+    json.dumps(unknown.to_dict())
 
 
-def test_the_exact_phases_count_in_the_limit(pipe: Any) -> None:
-    whole, half = (
-        elfatt_sd.plan(pipe, PatchConfig("x", (Phase(until, ratio=0.5),))).counting({"unet": pipe.unet}).call
-        for until in (1.0, 0.5)
-    )
-    assert whole.before is not None and whole.limit is not None and half.limit is not None
-    assert 1 - 1 / half.limit == pytest.approx((1 - 1 / whole.limit) / 2)
-
-
-def test_a_controlnet_counts_and_what_cannot_be_called_is_said(pipe: Any) -> None:
-    plan = elfatt_sd.plan(pipe, "tome")
-    net = tiny.controlnet(pipe.unet)
-    both = plan.counting({"unet": pipe.unet, "controlnet": net}).call
-    assert both.before is not None
-    assert both.before > (plan.counting({"unet": pipe.unet}).call.before or 0)
-    assert "whole call (UNet and controlnet)" in str(both)
-    unknown = plan.counting({"unet": pipe.unet, "controlnet": torch.nn.Linear(2, 2)}).call
-    assert (unknown.before, unknown.speed) == (None, None)
-    assert "not counted (controlnet)" in str(unknown)
-    json.dumps(plan.counting({"unet": torch.nn.Linear(2, 2)}).to_dict())
-
-
-@pytest.mark.parametrize("size", [-8, 0, 33, "64", 64.0])
-def test_bad_sizes_are_one_line(pipe: Any, size: Any) -> None:
-    with pytest.raises(elfatt_sd.ElfattError, match=r"height=.* is not accepted; give a positive multiple of 2"):
-        elfatt_sd.plan(pipe, "tome", height=size)
-
-
-def test_frames_of_an_image_are_refused(pipe: Any) -> None:
-    for target in (pipe, pipe.unet):
-        with pytest.raises(elfatt_sd.ElfattError, match=f"frames=3 .*; a {type(target).__name__} makes no clips"):
-            elfatt_sd.plan(target, "tome", frames=3)
-        assert elfatt_sd.plan(target, "tome", frames=1).grid.frames == 1
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [
+        *(
+            ({"height": each}, "height=.* is not accepted; give a positive multiple of 2")
+            for each in (-8, 0, 33, "64", 64.0)
+        ),
+        ({"frames": 3}, "frames=3 .*; a .* makes no clips"),
+    ],
+)
+def test_bad_sizes_are_one_line(pipe: Any, size: Any, says: str) -> None:
+    with pytest.raises(elfatt_sd.ElfattError, match=says):
+        elfatt_sd.plan(pipe, "tome", **size)
+    with pytest.raises(elfatt_sd.ElfattError, match="a UNet2DConditionModel makes no clips"):
+        elfatt_sd.plan(pipe.unet, "tome", frames=3)
+    assert elfatt_sd.plan(pipe.unet, "tome", frames=1).grid.frames == 1
 
 
 def test_a_patch_that_is_expected_to_slow_down_says_so(pipe: Any, recwarn: pytest.WarningsRecorder) -> None:
@@ -161,8 +151,8 @@ def test_a_patch_that_is_expected_to_slow_down_says_so(pipe: Any, recwarn: pytes
 
 
 @pytest.mark.parametrize(
-    ("shape", "size", "small"), [("flux", 1024, True), ("flux", 2048, False), ("sd15", 512, False)]
+    ("shape", "size", "little"), [("flux", 1024, True), ("flux", 2048, False), ("sd15", 512, False)]
 )
-def test_a_size_at_which_a_transformer_gains_little_is_said(shape: str, size: int, small: bool) -> None:
-    lines = elfatt_sd.plan(sketch(shape), "elfatt-fast", height=size, width=size).summary()
-    assert any(line.startswith("little can be gained") for line in lines) == small
+def test_a_size_at_which_a_transformer_gains_little_is_said(shape: str, size: int, little: bool) -> None:
+    plan = elfatt_sd.plan(sketch(shape), "elfatt-fast", height=size, width=size).counting({})  # which takes seconds
+    assert any(line.startswith("little can be gained") for line in plan.summary()) == little

@@ -27,7 +27,7 @@ from elfatt_sd import methods
 from elfatt_sd.cli import app
 from elfatt_sd.config import METHODS, setting_names
 from elfatt_sd.drawing.pictures import fault_of
-from elfatt_sd.patch import current_config, is_patched
+from elfatt_sd.patch import is_patched
 from elfatt_sd.toy.renderer import unknown_words
 
 README = (ROOT / "README.md").read_text()
@@ -55,10 +55,9 @@ def test_the_python_runs(folder: Path, monkeypatch: Any, tmp_path: Path, name: s
     names: dict[str, Any] = {"pipe": pipe}
     for block in blocks(ROOT / name):
         exec(block, names)
-    patch = current_config(pipe)
-    assert patch is not None
+    assert is_patched(pipe)
     if "squares" in names:
-        assert patch.phases[-1] == names["squares"]
+        assert pipe.unet.elfatt_patch.config.phases[-1] == names["squares"]
     else:
         assert names["image"].size == (32, 32)
 

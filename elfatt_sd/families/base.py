@@ -161,9 +161,6 @@ class SelfAttention:
     norm: nn.Module | None
     downsample: int  # how many times smaller than the latent its grid is, on each side
     channels_first: bool = False  # whether the block's input lies channels first in memory, as a convolution left it
-    # the module around it that is given the grid as `[batch, channels, rows, columns]`; None where the layer itself is,
-    # or no module is
-    transformer: nn.Module | None = None
     # of each halving of the grid on the way down to it, whether odd sides are rounded up
     rounding: tuple[bool, ...] = ()
     text: int = 0  # tokens of text that it joins with those of the image, at their usual number; 0 if it does not
@@ -252,13 +249,6 @@ class Family:
     def grid(self, module: nn.Module, latent: Grid) -> Grid:
         """Return the grid of its input for a latent."""
         return latent
-
-    def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the modules that are given `sample` and `timestep` first, in the order in which they are called.
-
-        Without any, a call of `forward` alone, which has no hooks, is exact.
-        """
-        return ()
 
     def takes_noise_levels(self, module: nn.Module) -> bool:
         """Tell whether it takes noise levels in place of timesteps."""

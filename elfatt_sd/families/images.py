@@ -317,10 +317,6 @@ class PixArt(Family):
         timestep = args[2] if len(args) > 2 else kwargs["timestep"]
         return Given.latent(sample, timestep)
 
-    def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-        """Patches are cut before the timestep is embedded."""
-        return ("sample", module.pos_embed), ("timestep", module.adaln_single)  # type: ignore[return-value]
-
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
         sample = fill(batch, config.in_channels, grid.rows, grid.columns)

@@ -13,7 +13,6 @@ TRAIN_STEPS = 1000  # of a schedule that is not known
 SHORTEST = 3  # steps that make a tensor without a scheduler a schedule
 _LARGEST_NOISE = 100.0  # level of a scheduler that does not tell: more than models of latents are trained on
 _UNEVEN = 12  # times as wide as its neighbour a step of a schedule can be; among diffusers' schedulers it is 10
-_ABOVE = 1.5  # times the first noise level of a schedule that a pipeline may add noise up to (KarrasVePipeline)
 _CLOSE = 1e-4  # relative difference of two values that are the same
 FRACTION, RISING = 0, 1  # of `other_units`: what is left of the run, and how much of it is done
 _NOISE_LEVELS = ("sigmas", "schedule", "discrete_sigmas")  # attributes of schedulers
@@ -75,13 +74,6 @@ def matches(levels: Sequence[float], value: float, rounding: float = 0.0) -> lis
 def rounding(timestep: Any) -> float:
     half = isinstance(timestep, torch.Tensor) and timestep.dtype in (torch.float16, torch.bfloat16)
     return torch.finfo(timestep.dtype).eps if half else 0.0
-
-
-def nearest(levels: Sequence[float], value: float) -> int | None:
-    if not value <= _ABOVE * max(levels):
-        return None
-    scale = math.log if min(*levels, value) > 0 else float
-    return min(range(len(levels)), key=lambda step: abs(scale(levels[step]) - scale(value)))
 
 
 def rises(values: Sequence[float]) -> bool:

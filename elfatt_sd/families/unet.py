@@ -41,7 +41,7 @@ class UNet(Family):
             if block is None or any(part in name for part in _OTHER_TOKENS):
                 continue
             if isinstance(attention, Attention) and not attention.is_cross_attention:
-                transformer, inside, rest = name.partition(".transformer_blocks.")
+                transformer, _, rest = name.partition(".transformer_blocks.")
                 parent, _, own = name.rpartition(".")
                 norm = f"{parent}.{own.replace('attn', 'norm')}" if own in ("attn1", "attn2") else ""
                 layers.append(
@@ -51,7 +51,6 @@ class UNet(Family):
                         modules.get(norm) if norm else None,
                         2 ** len(levels[block]),
                         rest.startswith("0.") and isinstance(modules.get(f"{transformer}.proj_in"), nn.Conv2d),
-                        modules.get(transformer) if inside else None,
                         levels[block],
                     )
                 )
@@ -63,11 +62,6 @@ class UNet(Family):
         given = Given.latent(sample, timestep)
         image = cast("int", module.config.in_channels) * given.grid.tokens  # type: ignore[union-attr]
         return replace(given, frames=sample[0].numel() // image) if sample.ndim == 5 else given
-
-    def entrances(self, module: nn.Module) -> tuple[tuple[str, nn.Module], ...]:
-        """The timestep is embedded before the first convolution; where it is not known how, only that is returned."""
-        stem = ("sample", module.conv_in)
-        return (("timestep", module.time_proj), stem) if hasattr(module, "time_proj") else (stem,)  # type: ignore[return-value]
 
     def takes_noise_levels(self, module: nn.Module) -> bool:
         return getattr(getattr(module, "config", None), "time_embedding_type", None) == "fourier"

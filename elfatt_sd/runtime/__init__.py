@@ -48,7 +48,11 @@ TEXTS = {
         "no token of {grids} can be merged by {method}, whose attention is exact there; give a larger ratio, a smaller "
         "stride, or a larger image."
     ),
-    "stays exact": "{count} of {expected} patched layers stay exact, the first is {first}: {why}. {cause}",
+    "stays exact": (
+        "{count} of {expected} patched layers stay exact, the first is {first}: {why}. If something else changes the "
+        "tokens or bypasses the attention processors, as HyperTile, some hooks of diffusers and tomesd do, take it out "
+        "(tomesd.remove_patch(pipe))."
+    ),
 }
 
 

@@ -12,12 +12,9 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import statistics
-import time
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,13 +34,12 @@ from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.runtime.call import Call, LayerCall
 from elfatt_sd.runtime.joint_processor import attention_alone
-from elfatt_sd.runtime.layer import PatchedLayer
+from elfatt_sd.runtime.layer import PatchedLayer, device_of, modules_around
 from elfatt_sd.runtime.memory import AT_ONCE
 from elfatt_sd.runtime.processor import approximate
 
 ROUNDS, MOST_ROUNDS, WARM_UP = 7, 21, 2
 _IN_A_ROW = 10
-LONG = 30  # seconds of a measurement that are worth a word
 CLEAR = 3, 1.25  # so many rounds do where each of them differs by this factor, to the same side
 
 
@@ -125,7 +121,8 @@ class Tuner:
 
     def decide(self, state: LayerCall, phase: Phase, sample: Tensor) -> Decision:
         """Look a decision up, or measure it; `state` must know its grid and stays as it is."""
-        if self.compiling or _is_compiled(self._denoiser, state.layer.name):
+        around = modules_around(self._denoiser, [state.layer.name])
+        if self.compiling or any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in around):
             return _COMPILED
         key = self._key(state, phase, sample)
         decision = self._decisions.get(key)
@@ -215,9 +212,9 @@ def _copies(state: LayerCall, phase: Phase) -> int:
 
 def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase, Decision]:
     """Decide on every phase for one image with guidance, without a patch."""
-    device = _execution_device(denoiser)
-    fill = functools.partial(torch.zeros, device=device, dtype=denoiser.dtype)
-    module = unwrap(denoiser)
+    module: Any = unwrap(denoiser)
+    device = device_of(module.modules(), module.device)
+    fill = functools.partial(torch.zeros, device=device, dtype=module.dtype)
     sample = family_of(module).call(module, (), family_of(module).arguments(module, size, 2, fill)).sample
     tuner, decisions = Tuner(denoiser), {}
     state = LayerCall(layer, Call(layer.patch.config), layer.layer.grid(size))
@@ -261,13 +258,8 @@ def measure(
     ratios: list[float] = []
     with torch.no_grad():
         for index in range(WARM_UP + MOST_ROUNDS):
-            begun = time.monotonic()
             before = _seconds(untouched, device)
             after = sum(share * _seconds(function, device) for function, share in approximated)
-            rest = (WARM_UP + ROUNDS - 1) * (time.monotonic() - begun)
-            if index == 0 and rest > LONG:
-                text = f"elfatt-sd: autotune measures a layer of this size for about {rest:.0f} s; the result is kept."
-                warnings.warn(text, stacklevel=2)
             if index >= WARM_UP:
                 ratios.append(after / before)
                 ranked = sorted(ratios)
@@ -291,14 +283,3 @@ def _batch(sample: Tensor) -> int:
 def _uses(state: LayerCall, phase: Phase) -> int:
     layers = (other.layer for other in state.patched.patch.layers)
     return matching_uses(state.call.config, state.layer, layers) if phase.matches else 1
-
-
-def _is_compiled(denoiser: nn.Module, layer: str) -> bool:
-    path = itertools.accumulate(layer.split("."), getattr, initial=denoiser)
-    return any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in path)
-
-
-def _execution_device(denoiser: Any) -> torch.device:
-    hooks = (getattr(module, "_hf_hook", None) for module in denoiser.modules())
-    devices = (getattr(hook, "execution_device", None) for hook in hooks)
-    return torch.device(next((device for device in devices if device is not None), denoiser.device))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import copy
 import itertools
 import threading
 import types
@@ -19,7 +19,6 @@ from elfatt_sd.devices import in_optimized_module, refuse_tracing
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, family_of, find_denoisers, unwrap
 from elfatt_sd.families.joint import forget_read
-from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.runtime import warn
 from elfatt_sd.runtime.autotune import Tuner
@@ -30,7 +29,6 @@ from elfatt_sd.runtime.layer import (
     PatchedLayer,
     device_of,
     device_of_weights,
-    likely_cause,
     modules_around,
     recomputed_part,
     refuse_context_parallel,
@@ -38,7 +36,7 @@ from elfatt_sd.runtime.layer import (
 )
 from elfatt_sd.runtime.memory import AT_ONCE, ByPlace, RunDraws, check_differences, kept_bytes
 from elfatt_sd.runtime.processor import processor_for
-from elfatt_sd.runtime.schedule import ANYWHERE, BEYOND, Position, Run, Schedule, unknown_position
+from elfatt_sd.runtime.schedule import ANYWHERE, BEYOND, Position, Run, Schedule
 
 PATCH = "elfatt_patch"  # attribute of a patched UNet, transformer or ControlNet
 OWNER = "elfatt_owner"  # of a pipeline, whose models may be exchanged
@@ -52,19 +50,27 @@ _OUTSIDE = (
 class Owner:
     """What `apply_patch` was given, which may hold other models afterwards, and the modules that were patched for it.
 
-    Copied or pickled, it begins with nothing: the copies of the modules come to it by themselves.
+    It finds the scheduler, and keeps no pipeline alive. Copied, it follows the copy; pickled, it keeps the scheduler
+    alone. The copies of the modules come to it by themselves.
     """
 
-    def __init__(self, target: Any = None) -> None:
+    def __init__(self, target: Any = None, scheduler: Any = None) -> None:
         self.target = None if target is None else weakref.ref(target)
+        self._scheduler = scheduler
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+    def __call__(self) -> Any:
+        return self._scheduler if self.target is None else getattr(self.target(), "scheduler", None)
+
     def __deepcopy__(self, copied: dict[int, Any]) -> Owner:
-        return Owner(copied.get(id(self.target and self.target())))
+        target = self.target and self.target()
+        if target is None:
+            return Owner(None, copy.deepcopy(self._scheduler, copied))
+        return Owner(copied.get(id(target), target))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Owner, ()
+        return Owner, (None, self())
 
     @property
     def patches(self) -> list[Patch]:
@@ -100,79 +106,62 @@ class Patch:
     ) -> None:
         self.config, self.owner, self.take_over = config, owner or Owner(), take_over
         self.schedule = schedule or Schedule(lambda: None)
-        self._module: Any = None if denoiser is None else unwrap(denoiser)
-        self._made = config, layers, self._module, self.schedule, self.owner, autotune, take_over
+        self.module: Any = None if denoiser is None else unwrap(denoiser)
         self._tuner = Tuner(unwrap(denoiser)) if autotune and denoiser is not None else None
         self.pays = None if self._tuner is None else self._tuner.pays  # whether a phase pays in a layer; None: it does
         numbered = enumerate(layers.found)
         self.layers = [PatchedLayer(layer, index, self) for index, layer in numbered if layer in layers.chosen]
-        self.grids: dict[tuple[int, Grid], Grid] = {}  # measured, by layer and grid of the input
         self.latest: Call | None = None  # of any thread
         self._calls: dict[int, Call] = {}  # that go on, by thread
         self.repeats = Repeats()
-        self._direct: dict[int, dict[str, Any]] = {}  # by thread: what a call of `forward` was given, so far
         self._warned: set[str] = set()
         self._handles: list[Any] = []
         self._forward: _Forward | None = None
         self._around: list[nn.Module] = []
-        if self._module is not None:
-            self._family = family_of(self._module)
-            self._around = modules_around(self._module, [layer.layer.name for layer in self.layers])
+        if self.module is not None:
+            self._family = family_of(self.module)
+            self._around = modules_around(self.module, [layer.layer.name for layer in self.layers])
             for layer in self.layers:
-                layer.parts += reversed(modules_around(self._module, [layer.layer.name])[:-1])
+                layer.parts += reversed(modules_around(self.module, [layer.layer.name])[:-1])
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "latest": None, "_calls": {}, "repeats": Repeats(), "_direct": {}}
+        return {**self.__dict__, "latest": None, "_calls": {}, "repeats": Repeats()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.owner.modules.add(self._module)
+        self.owner.modules.add(self.module)
 
     def warn(self, kind: str, **values: Any) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             warn(kind, method=self.config.method, **values)
 
-    def renew(self) -> None:
-        """Install its like after it was removed, unless somebody has patched the module meanwhile."""
-        if not hasattr(self._module, PATCH):
-            Patch(*self._made).install()
-
     def install(self) -> None:
         for layer in self.layers:
             layer.install()
             if layer.layer.norm is not None:
                 self._handles.append(layer.layer.norm.register_forward_pre_hook(layer.keep_block_input))
-            if (around := layer.layer.transformer) is not None:
-                self._handles.append(around.register_forward_pre_hook(layer.before_transformer, with_kwargs=True))
         for part in self._around[1:]:
             self._handles.append(part.register_forward_pre_hook(self._before_part, with_kwargs=True))
-        module = self._module
+        module = self.module
         self._handles += [
             module.register_forward_pre_hook(self.before_call, with_kwargs=True),
             module.register_forward_hook(self.after_call, always_call=True),
         ]
-        entrances = self._family.entrances(module)
-        for what, entrance in entrances if len(entrances) > 1 else ():
-            last = entrance is entrances[-1][1]
-            before = functools.partial(self._before_entrance, what, last)
-            self._handles.append(entrance.register_forward_pre_hook(before))
-        if not entrances:
-            module.forward = self._forward = _Forward(self, module)
-        stems: Any = dict(entrances)
-        if "sample" in stems:
-            self._handles.append(stems["sample"].register_state_dict_pre_hook(self._before_copy))
+        module.forward = self._forward = _Forward(self, module)
+        if (stem := getattr(module, "conv_in", None)) is not None:
+            self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))
         setattr(module, PATCH, self)
         self.owner.modules.add(module)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
         for layer in self.layers:
             layer.remove()
         if self._forward is not None:
             self._forward.put_back()
-        delattr(self._module, PATCH)
+        delattr(self.module, PATCH)
 
     @staticmethod
     def processor_of(layer: PatchedLayer) -> Any:
@@ -182,16 +171,11 @@ class Patch:
     def call(self) -> Call | None:
         return self._calls.get(threading.get_ident())
 
-    @property
-    def threads(self) -> int:
-        return len(self._calls)
-
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the denoiser: find the step and prepare the layers."""
-        refuse_context_parallel(self._module)  # before the first step, which may well be exact
-        self._direct.pop(threading.get_ident(), None)
-        given = self._family.call(self._module, args, kwargs)
+        refuse_context_parallel(self.module)  # before the first step, which may well be exact
+        given = self._family.call(self.module, args, kwargs)
         self._find_step(replace(given, differentiated=_differentiated(args, kwargs)), args, kwargs)
         if self.call is not None:
             self.call.module = module
@@ -206,22 +190,6 @@ class Patch:
                 forget_read()
             if self._is_compiled():
                 call.memory.own([call.matchings, *(state.residuals for state in call.states.values())])
-
-    def _before_entrance(self, what: str, last: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of what is given sample and timestep: begin a call of `forward`, which has no hooks."""
-        if torch.compiler.is_compiling():
-            return
-        thread, call = threading.get_ident(), self.call
-        if last:
-            given = self._direct.pop(thread, {})
-            if given:
-                given.setdefault(what, args[0])
-                latent = Given.latent(given["sample"], given["timestep"])
-                self._find_step(replace(latent, differentiated=_differentiated(given)), given["sample"])
-            if self.call is not None:
-                self.call.entered = True
-        elif call is None or call.entered:
-            self._direct.setdefault(thread, {}).setdefault(what, args[0])  # a second one is of class labels
 
     def _before_copy(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Pre-hook of the state of the first convolution alone, which is asked for to build another model of it."""
@@ -243,7 +211,7 @@ class Patch:
         """Find the step of a call and begin it; by its inputs, a checkpoint around the model finds it again."""
         refuse_tracing(given.sample.device)
         compiled = self._is_compiled()
-        if compiled and self.threads and self.call is None:
+        if compiled and self._calls and self.call is None:
             raise ElfattError(
                 "two threads call a compiled and patched model at once, and compiled code cannot tell them apart; let "
                 "them call one after the other, give each a copy of the model, or leave it uncompiled."
@@ -261,7 +229,10 @@ class Patch:
             if not keeps and self.config.stretches == (1.0,):
                 position = ANYWHERE
         if position is None:
-            raise unknown_position(len(self.config.stretches))
+            raise ElfattError(
+                "the denoising step of this call is not known, on which depends what the patch does; iterate over "
+                "scheduler.timesteps, or give the timestep as a whole number that is the same for the whole batch."
+            )
         if position == BEYOND:
             self.warn("other unit")
         if not given.grid.tokens:
@@ -269,7 +240,7 @@ class Patch:
         run = self.schedule.run if position.scheduled else Run()
         self._warn_of_idle_run(position, run)
         if not position.scheduled or position.step == run.first:
-            self.owner.warn_of_others(self._module)
+            self.owner.warn_of_others(self.module)
         if compiled:
             self._allow_recompiling()
         self.begin(position, run, replace(given, compiled=compiled))
@@ -323,14 +294,12 @@ class Patch:
         self.enter(call)
 
     def _phases(self, step: int, steps: int) -> dict[int, Phase]:
-        if not self.config.per_layer:
-            return dict.fromkeys((layer.index for layer in self.layers), self.config.phase_at(step, steps))
         return {layer.index: layer.config.phase_at(step, steps) for layer in self.layers}
 
     def _begin_layer(self, state: LayerCall, draws: RunDraws | None) -> None:
         layer, call = state.patched, state.call
         given = call.given
-        state.grid = self.grids.get((layer.index, given.grid)) or layer.layer.grid(given.grid)
+        state.grid = layer.layer.grid(given.grid)
         own = call.phases[layer.index] if state.grid.tokens else EXACT
         if self.pays is not None and not own.exact and not self.pays(state, own, given.sample):
             own = EXACT
@@ -345,7 +314,7 @@ class Patch:
         if not (position.scheduled and self.layers) or run.schedule is None or torch.is_grad_enabled():
             return None
         where = device_of_weights(self.layers[0].parts, given.sample.device)
-        key = (tuple(map(id, call.phases.values())), given.grid, given.sample.device, where, len(self.grids))
+        key = (tuple(map(id, call.phases.values())), given.grid, given.sample.device, where)
         if key not in known:
             of_phase = {other: kept for other, kept in known.items() if other[0] == key[0]}
             known.clear()
@@ -370,7 +339,7 @@ class Patch:
                 rows = guided if layer.config.shares_guidance else given.rows
                 sizes.append((rows * layer.layer.grid(given.grid).tokens, layer.layer.channels))
         dtype = given.sample.dtype if given.sample.dtype.is_floating_point else torch.float32
-        return kept_bytes(sizes, 1, dtype, self.config.residuals)
+        return kept_bytes(sizes, dtype, self.config.residuals)
 
     def enter(self, call: Call) -> None:
         self._calls[threading.get_ident()] = self.latest = call
@@ -432,12 +401,11 @@ class Patch:
             wrong |= dict.fromkeys(skipped, "its attention processor was never called")
         if wrong:
             first, why = next(iter(wrong.items()))
-            cause = likely_cause(self._module, self._around)
-            self.warn("stays exact", count=len(wrong), expected=len(expected), first=first, why=why, cause=cause)
+            self.warn("stays exact", count=len(wrong), expected=len(expected), first=first, why=why)
 
 
 class _Forward:
-    """Stands in for the `forward` of a patched transformer, so that a call by name, without hooks, is patched."""
+    """Stands in for the `forward` of a patched model, so that a call by name, without hooks, is patched."""
 
     def __init__(self, patch: Patch, module: Any) -> None:
         self._patch = patch

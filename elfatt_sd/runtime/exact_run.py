@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.config import LayerPhases, PatchConfig
-from elfatt_sd.families import Given, SelfAttention, copy_structure, takes_steps, unwrap
+from elfatt_sd.families import Given, SelfAttention, copy_structure, takes_steps
 from elfatt_sd.methods.base import Ahead
 from elfatt_sd.phases import Phase
 from elfatt_sd.runtime.call import Call, LayerCall
-from elfatt_sd.runtime.denoiser import Patch
+from elfatt_sd.runtime.denoiser import Owner, Patch
 from elfatt_sd.runtime.layer import Layers, PatchedLayer, after_forward, choose_layers, device_of
-from elfatt_sd.runtime.schedule import Position, Run, Schedule, SchedulerFinder
+from elfatt_sd.runtime.schedule import Position, Run, Schedule
 
 _PLACEHOLDER = PatchConfig(
     "probe", residual_limit=10**6, per_layer=(LayerPhases("*", (Phase(1.0, "reuse", residual_steps=2),)),)
@@ -38,8 +38,7 @@ class ExactRun:
         after_call: AfterCall | None = None,
     ) -> None:
         chosen = choose_layers(dict(denoisers), _PLACEHOLDER)
-        self._schedule = Schedule(SchedulerFinder(pipe), False)
-        self._denoisers = denoisers
+        self._schedule = Schedule(Owner(pipe))
         self._patches = {
             name: Patch(_PLACEHOLDER, chosen[name], denoiser, self._schedule) for name, denoiser in denoisers.items()
         }
@@ -60,11 +59,14 @@ class ExactRun:
                 undo.callback(patch.remove)
                 patch.pays = lambda *_: False  # every layer stays exact
                 for layer in patch.layers:
-                    self._watch(layer, undo)
+                    if layer.layer.norm is not None:
+                        keep = functools.partial(self._keep_block_input, layer.layer.name)
+                        undo.callback(layer.layer.norm.register_forward_pre_hook(keep).remove)
+                    after = functools.partial(self._after, functools.partial(_state, layer), self._after_layer)
+                    undo.callback(after_forward(layer.layer.attention, after))
                 if self._after_call is not None and takes_steps(name):
-                    self._wrap(
-                        unwrap(self._denoisers[name]), functools.partial(getattr, patch, "call"), self._after_call, undo
-                    )
+                    after = functools.partial(self._after, functools.partial(getattr, patch, "call"), self._after_call)
+                    undo.callback(after_forward(patch.module, after))
             self._undo = undo.pop_all()
         return self
 
@@ -92,32 +94,23 @@ class ExactRun:
         finally:
             states[state.index] = state
 
-    def _watch(self, layer: PatchedLayer, undo: ExitStack) -> None:
-        if layer.layer.norm is not None:
+    def _keep_block_input(self, layer: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not self._busy:
+            self._block_inputs[layer] = args[0]
 
-            def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
-                if not self._busy:
-                    self._block_inputs[layer.layer.name] = args[0]
+    def _after(self, find: Callable[[], Any], tell: Callable[..., None], again: Callable[[], Any], output: Any) -> None:
+        """Tell of a call of a module that is over, but not of those that are made to measure."""
+        if not self._busy and (found := find()) is not None:
+            self._busy = True
+            try:
+                tell(found, again, output)
+            finally:
+                self._busy = False
 
-            undo.callback(layer.layer.norm.register_forward_pre_hook(keep).remove)
 
-        def state() -> LayerCall | None:
-            return layer.state if layer.state is not None and layer.state.grid.tokens else None
-
-        self._wrap(layer.layer.attention, state, self._after_layer, undo)
-
-    def _wrap(self, module: Any, find: Callable[[], Any], after: Callable[..., None], undo: ExitStack) -> None:
-        """Call `after(found, call_again, output)` after every call of a module's forward, where anything is found."""
-
-        def measured(again: Callable[[], Any], output: Any) -> None:
-            if not self._busy and (found := find()) is not None:
-                self._busy = True
-                try:
-                    after(found, again, output)
-                finally:
-                    self._busy = False
-
-        undo.callback(after_forward(module, measured))
+def _state(layer: PatchedLayer) -> LayerCall | None:
+    state = layer.state
+    return state if state is not None and state.grid.tokens else None
 
 
 def image_of(output: Any, state: LayerCall) -> Tensor:

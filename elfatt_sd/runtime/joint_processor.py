@@ -18,10 +18,10 @@ from elfatt_sd.attention.joint import Keys, exact_attention
 from elfatt_sd.attention.merging import Matching
 from elfatt_sd.attention.ordering import order_merged
 from elfatt_sd.devices import standard_normal
-from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.joint import exact_function, with_attention
 from elfatt_sd.runtime.call import LayerCall, attend, rounded
 from elfatt_sd.runtime.layer import STATE, Processor, skipped_like, stand_in
+from elfatt_sd.runtime.processor import LayerInCall
 
 Exact = Callable[..., Tensor]
 _FORWARDED = ("_attention_backend", "_parallel_config")  # attributes that diffusers sets on processors
@@ -137,10 +137,9 @@ def _corrected(state: LayerCall, approximated: Callable[[], Any], exact: Callabl
         text[:] = others if is_exact else text or others
         return image  # type: ignore[no-any-return]
 
-    def exact_image(rows: slice) -> Tensor:
-        return image_of(exact(), is_exact=True)[rows]
-
-    image = state.correct(lambda: matching.unmerge(image_of(approximated())), exact_image)
+    image = state.correct(
+        lambda: matching.unmerge(image_of(approximated())), lambda rows: image_of(exact(), is_exact=True)[rows]
+    )
     state.outcome = state.outcome or "done"
     return (image, *text) if text else image
 
@@ -184,15 +183,26 @@ def _obstacle(
         return f"it was given tokens besides those of {state.grid}, and {state.phase.attention.name!r} sees none"
     if options.get("is_causal"):
         return "its attention is causal"
-    if mask is not None and not _is_of_keys(mask, state.layer.masks_text):  # type: ignore[attr-defined]
-        return "it was given a mask that is not of keys alone"
+    if mask is not None:
+        per_query, masks_text = mask.ndim > 2 and mask.shape[-2] > 1, state.layer.masks_text  # type: ignore[attr-defined]
+        of_keys = masks_text or (mask.dtype == torch.bool and not per_query)
+        if not of_keys or (mask.ndim == 4 and mask.shape[1] != 1):
+            return "it was given a mask that is not of keys alone"
     return ""
 
 
-def _is_of_keys(mask: Tensor, masks_text: bool) -> bool:
-    per_head = mask.ndim == 4 and mask.shape[1] != 1
-    per_query = mask.ndim > 2 and mask.shape[-2] > 1
-    return not per_head and (masks_text or (mask.dtype == torch.bool and not per_query))
+class _Projected:
+    """Queries, keys and values that are there already, where a layer would project tokens to them."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = tensors
+
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, ...]:
+        q, k, v = self._tensors
+        return (q, k, v) if keys is None else (q, k.index_select(1, keys), v.index_select(1, keys))
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        return self._tensors[0]
 
 
 class _Joint:
@@ -239,9 +249,14 @@ class _Joint:
         q, k, v = self._tensors
         backend = state.call.config.attention_backend
         order = None if prepared is None or matching is not None else prepared.order_for(backend)
-        own = (x[:, image] if order is None else x[:, image].index_select(1, order) for x in (q, k, v))
-        layer = LayerOfTensors(state, self._context(1 / stands_for), *own)
-        mixed = attend(state.phase.attention, layer, layer.tokens, prepared).to(self._dtype)
+        own = [x[:, image] if order is None else x[:, image].index_select(1, order) for x in (q, k, v)]
+        context = self._context(1 / stands_for)
+        if state.call.config.fp32_logits:
+            own = [x.float() for x in own]
+            context = context and context._replace(k=context.k.float(), v=context.v.float())
+        tokens = own[0].flatten(2)
+        layer = LayerInCall(_Projected(*own), state, tokens, state.phase, context)
+        mixed = attend(state.phase.attention, layer, tokens, prepared).to(self._dtype)
         return mixed if order is None else mixed.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]
 
     def _context(self, stands_for: float = 1.0) -> Keys | None:
@@ -275,29 +290,3 @@ def attention_alone(state: LayerCall, sample: Tensor) -> tuple[Callable[[], Any]
         joint.approximated()
 
     return lambda: exact(same, same, same), approximated
-
-
-class LayerOfTensors:
-    """A layer in one call, as an attention sees it, whose queries, keys and values are there; see `methods.Layer`."""
-
-    def __init__(self, state: LayerCall, context: Keys | None, q: Tensor, k: Tensor, v: Tensor) -> None:
-        config = state.call.config
-        if config.fp32_logits:
-            q, k, v = q.float(), k.float(), v.float()
-            context = context and context._replace(k=context.k.float(), v=context.v.float())
-        self.kernel: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
-        self.context = context
-        self.heads, self.dtype, self.tokens = tuple(q.shape[2:]), q.dtype, q.flatten(2)
-        self._q, self._k, self._v = q, k, v
-
-    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        if keys is None:
-            return self._q, self._k, self._v
-        return self._q, self._k.index_select(1, keys), self._v.index_select(1, keys)
-
-    def queries(self, tokens: Tensor) -> Tensor:
-        return self._q
-
-    def merged(self, ratio: float) -> Tensor:
-        """Refuse: queries, keys and values have positions of their own."""
-        raise ElfattError("tokens cannot be merged here for agents; give agent_source='pooled'.")

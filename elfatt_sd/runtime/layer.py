@@ -18,14 +18,13 @@ from elfatt_sd.config import Method, PatchConfig, for_transformers
 from elfatt_sd.devices import is_exporting, refuse_tracing
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import SelfAttention, family_of, find_layers, levels_of, replaceable, select_layers, unwrap
-from elfatt_sd.methods import Attention, Grid, is_own
+from elfatt_sd.methods import Attention, is_own
 from elfatt_sd.methods.conformance import check
 from elfatt_sd.phases import Phase, Settings
 from elfatt_sd.runtime import BYPASSED
 
-if TYPE_CHECKING:  # whose layer it is, and what it does in a call
+if TYPE_CHECKING:  # what a layer does in a call
     from elfatt_sd.runtime.call import LayerCall
-    from elfatt_sd.runtime.denoiser import Patch
 
 STATE = "elfatt_state"  # attribute of a patched attention module
 _OVERRIDDEN = ("get_processor", "set_processor")  # of a patched attention module: they speak of the original
@@ -126,10 +125,9 @@ class PatchedLayer:
     user saves, inspects, fuses, slices or resets works as without the patch.
     """
 
-    def __init__(self, layer: SelfAttention, index: int, patch: Patch) -> None:
-        self.layer = layer
-        self.index = index
-        self.patch = patch
+    def __init__(self, layer: SelfAttention, index: int, patch: Any) -> None:
+        self.layer, self.index = layer, index
+        self.patch = patch  # the `Patch` of its denoiser
         self.original = layer.processor
         self.config = patch.config.for_layer(layer.name)  # with the layer's own phases
         self.latest: LayerCall | None = None  # of any thread; compiled code reads it, as it cannot ask for its thread
@@ -150,6 +148,7 @@ class PatchedLayer:
         self.fused = isinstance(processor, FusedAttnProcessor2_0)
 
     def install(self) -> None:
+        self.original = self.layer.processor
         setattr(self.layer.attention, STATE, self)
         self._put(self.patch.processor_of(self))
         for name in _OVERRIDDEN:
@@ -195,7 +194,8 @@ class PatchedLayer:
             return self.latest
         call = self.patch.call or self.patch.repeats.call
         if call is not None:
-            return call.states.get(self.index)
+            state: LayerCall | None = call.states.get(self.index)
+            return state
         refuse_tracing(device_of_weights(self.parts, torch.device("cpu")))  # a block alone
         if recomputed_part() is not None:
             raise ElfattError(
@@ -216,19 +216,6 @@ class PatchedLayer:
         state = self.state
         if state is not None and state.phase.matches:
             state.block_input = inputs[0]
-
-    def before_transformer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.measure_grid(args[0] if args else kwargs["hidden_states"])
-
-    def measure_grid(self, hidden_states: Tensor) -> None:
-        """Take the grid from what arrives, `[batch, channels, rows, columns]`, where it was thought to be another."""
-        if torch.compiler.is_compiling() or hidden_states.ndim != 4:
-            return
-        state, grid = self.state, Grid.image(*map(int, hidden_states.shape[-2:]))
-        if state is not None and state.grid != grid:
-            state.grid = grid
-            state.begin(state.phase, state.call.step, hidden_states.device)
-            self.patch.grids[self.index, state.call.given.grid] = state.grid
 
 
 def recomputed_part() -> tuple[int, int] | None:
@@ -309,18 +296,6 @@ def refuse_context_parallel(module: nn.Module) -> None:
             "holds only a part of the image's tokens. Call elfatt_sd.remove_patch(pipe) if it is patched already, or "
             "load the model without context parallelism."
         )
-
-
-def likely_cause(module: nn.Module, around: Sequence[nn.Module]) -> str:
-    if hasattr(module, "_tome_info"):
-        return "tomesd is on: call tomesd.remove_patch(pipe), or use it alone."
-    for part in around[1:]:
-        kind = type(part).__name__
-        if hooks := _foreign_hooks(part):
-            return f"A hook of diffusers ({hooks[0]}) is around a {kind}: take it out."
-        if "forward" in part.__dict__ and not hasattr(part, "_diffusers_hook") and "_old_forward" not in part.__dict__:
-            return f"The forward of a {kind} was replaced (HyperTile does that): take it out."
-    return "Something changes the tokens or bypasses the attention processors: take it out."
 
 
 def _foreign_hooks(module: Any) -> list[str]:

@@ -89,9 +89,10 @@ def add_difference(output: Tensor, difference: Tensor) -> Tensor:
     return (output.reshape(-1, *difference.shape) + difference).reshape(output.shape)
 
 
-def kept_bytes(sizes: Iterable[tuple[int, int]], batch: int, dtype: torch.dtype, where: Kept) -> float:
-    each = 1 if where == "fp8" else dtype.itemsize
-    return float(sum(batch * tokens * (channels * each + 4 * (where == "fp8")) for tokens, channels in sizes))
+def kept_bytes(sizes: Iterable[tuple[int, int]], dtype: torch.dtype, where: Kept) -> float:
+    """Bytes of differences of these numbers of tokens and channels; in 8 bits, each token has a scale."""
+    each, scale = (1, 4) if where == "fp8" else (dtype.itemsize, 0)
+    return float(sum(tokens * (channels * each + scale) for tokens, channels in sizes))
 
 
 def readable(size: float) -> str:
@@ -107,11 +108,10 @@ def check_differences(run: Run, config: PatchConfig, device: torch.device) -> No
     if limit is None:
         limit = run.limit = run.limit or _SHARE * memory_of(place)[1] / GIB
     if needed > limit * GIB:
-        same = ("host",) if place.type == device.type == "cpu" else ()
-        others = ", ".join(f"residuals={other!r}" for other in ("host", "fp8") if other not in (where, *same))
         raise ElfattError(
             f"residual_steps would keep {readable(needed)} on {place.type}, more than the {readable(limit * GIB)} "
-            f"that it may take; give residual_steps=1, {others}, or a larger residual_limit (in GiB)."
+            "that it may take; give residual_steps=1, residuals='fp8' or, on a GPU, 'host', or a larger residual_limit "
+            "(in GiB)."
         )
 
 
@@ -126,11 +126,9 @@ class _Request(NamedTuple):
     dtype: torch.dtype
 
     def rows(self, steps: range) -> Tensor:
-        bases = [self.draws.at(step) for step in steps]
-        several = {each.step: each for each in bases}  # steps that share their draws have them once
-        places = {step: place for place, step in enumerate(several)}
-        made = self.make(torch.stack([each.uniform(self.what, self.numbers) for each in several.values()]))
-        return made[[places[each.step] for each in bases]] if len(several) < len(bases) else made
+        draws = {each.step: each for each in map(self.draws.at, steps)}  # steps that share their draws have them once
+        made = self.make(torch.stack([each.uniform(self.what, self.numbers) for each in draws.values()]))
+        return made[[list(draws).index(self.draws.at(step).step) for step in steps]]
 
 
 class RunDraws:

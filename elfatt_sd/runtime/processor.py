@@ -17,6 +17,7 @@ from typing import Any
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 
+from elfatt_sd.attention.joint import Keys
 from elfatt_sd.attention.ordering import order_merged
 from elfatt_sd.families.base import Projections
 from elfatt_sd.phases import DENSE, Phase
@@ -41,7 +42,6 @@ class ElfattProcessor(Processor):
         patched: PatchedLayer | None = getattr(attn, STATE, None)
         if patched is None:  # a layer that is not patched: what diffusers does by default
             return _DEFAULT()(attn, hidden_states, encoder_hidden_states, attention_mask, temb)  # type: ignore[no-any-return]
-        patched.measure_grid(hidden_states)
         state = patched.state
         if state is None:  # outside of any call of the denoiser
             state = LayerCall(patched, Call(patched.patch.config))
@@ -100,16 +100,13 @@ def _rebuilt(accepted: frozenset[str]) -> ElfattProcessor:
 class LayerInCall:
     """A layer in one call, as an attention sees it; see `methods.Layer`."""
 
-    def __init__(self, given: Projections, state: LayerCall, tokens: Tensor, phase: Phase) -> None:
+    def __init__(self, given: Any, state: LayerCall, tokens: Tensor, phase: Phase, context: Keys | None = None) -> None:
         config = state.call.config
         self.kernel: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
-        self.context = None
+        self.context = context
         self.heads: tuple[int, ...] = ()  # and their size, once queries are projected
         self.dtype = tokens.dtype
-        self._given = given
-        self._state = state
-        self._tokens = tokens
-        self._phase = phase
+        self._given, self._state, self._tokens, self._phase = given, state, tokens, phase
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (rounded(each, self._phase) for each in self._given.project(tokens, keys))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import itertools
 import sys
@@ -18,7 +17,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elfatt_sd.devices import beneath_transforms, written
-from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import timesteps as units
 
 KEPT = 8  # runs of one thread that may go on, as of requests that a server interleaves
@@ -30,29 +28,21 @@ _PLAIN = {int, float, str, bool, type(None), torch.Tensor, FunctionType, Builtin
 class Run:
     """A run over a schedule, as far as its steps follow each other one by one."""
 
+    scheduler: weakref.ref[Any] | None = None  # the one whose schedule it is; None where no scheduler has it
+    unit: int | None = None  # which of `timesteps.other_units` its pipeline hands over; None for timesteps
+    steps = 0  # of its schedule
+    calls = calls_before = 0  # of its latest step, and of the step before
+    copy: tuple[torch.Tensor, tuple[int, ...]] | None = None  # latest timestep on a device, and its place in memory
+    former: Run | None = None  # a run over the same schedule that this one has broken into, and that may go on
+    strange: object = None  # a schedule on which a value of this thread was in no unit that is known
+    limit: float | None = None  # GiB that kept differences may take, where the user gives none; None until one is
+
     def __init__(self, schedule: Any = None, first: int = -1) -> None:
-        # the storage of the timesteps, by which they are known as long as anybody holds them; None for a call on no
-        # schedule
+        # the storage of the timesteps, by which they are known as long as anybody holds them
         self.schedule = None if schedule is None else StorageWeakRef(schedule.untyped_storage())  # type: ignore[no-untyped-call]
         self._address = 0 if schedule is None else address(schedule)
-        # first: step that it began with
-        # step: its latest step
-        self.first = self.step = first
-        self.steps = 0  # of its schedule
-        # a weak reference to the one whose schedule it is; None where no scheduler has it
-        self.scheduler: weakref.ref[Any] | None = None
-        self.unit: int | None = None  # which of `timesteps.other_units` its pipeline hands over; None for timesteps
-        # calls: of its latest step
-        # calls_before: of the step before
-        self.calls = self.calls_before = 0
-        # its latest timestep, where the scheduler's counter told its step, and its place in memory
-        self.copy: tuple[torch.Tensor, tuple[int, ...]] | None = None
-        self.former: Run | None = None  # a run over the same schedule that this one has broken into, and that may go on
-        self.strange: object = None  # a schedule on which a value of this thread was in no unit that is known
-        # what denoisers keep from step to step, by denoiser
-        self.kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        # GiB that the differences among it may take, where the user gives none; None until some are planned
-        self.limit: float | None = None
+        self.first = self.step = first  # the step that it began with, and its latest one
+        self.kept: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # the `Memory` of each denoiser
 
     @property
     def may_go_on(self) -> bool:
@@ -95,26 +85,6 @@ class _Found(NamedTuple):
     copy: torch.Tensor | None = None  # the timestep, where the scheduler's counter told its step
 
 
-class SchedulerFinder:
-    """Looks up a pipeline's scheduler again, without keeping the pipeline alive; pickled, it keeps the scheduler."""
-
-    def __init__(self, pipe: Any, scheduler: Any = None) -> None:
-        self._pipe = None if pipe is None else weakref.ref(pipe)
-        self._scheduler = scheduler
-
-    def __call__(self) -> Any:
-        return self._scheduler if self._pipe is None else getattr(self._pipe(), "scheduler", None)
-
-    def __deepcopy__(self, copied: dict[int, Any]) -> SchedulerFinder:
-        pipe = self._pipe and self._pipe()
-        if pipe is None:
-            return SchedulerFinder(None, copy.deepcopy(self._scheduler, copied))
-        return SchedulerFinder(copied.get(id(pipe), pipe))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SchedulerFinder, (None, self())
-
-
 class Schedule:
     """Follows the runs of one denoiser, in each thread.
 
@@ -137,10 +107,6 @@ class Schedule:
     def run(self) -> Run:
         """The run that the latest call of this thread on a schedule belongs to."""
         return self._mine[-1]
-
-    @property
-    def threads(self) -> int:
-        return len(self._runs)
 
     @property
     def _mine(self) -> list[Run]:
@@ -232,23 +198,12 @@ class Schedule:
         if unit is not None:  # a fraction of the run
             whole = units.train_steps(caller)
             value = whole * (value if unit == units.FRACTION else 1 - value)
-        elif near := self._near(value):
-            return near
         place = None if self._noise_levels else units.place(value, caller, certain=unit is not None or goes_on)
         self._loop.value = None if place is None or unit is not None or isinstance(value, int) else value
         if place is None:
             self.run.strange = _timesteps(caller)
             return _Found(BEYOND)
         return _Found(Position(place, units.train_steps(caller), scheduled=False))
-
-    def _near(self, value: float) -> _Found | None:
-        for scheduler, timesteps in (pair for group in self._known() for pair in group):
-            run, known = self._run_over(timesteps), self._on_host(timesteps)
-            if run.is_over(timesteps) and run.unit is not None:
-                levels = dict(enumerate(units.other_units(scheduler, known))).get(run.unit)
-                near = None if levels is None else units.nearest(levels, value)
-                return None if near is None else _Found(_position(near, known, live=False))
-        return None
 
     def _on_schedule(
         self,
@@ -387,14 +342,6 @@ def _value(timestep: torch.Tensor | float) -> float | None:
         values = set() if timestep.is_meta else set(timestep.flatten().tolist())
         return values.pop() if len(values) == 1 else None
     return int(timestep) if isinstance(timestep, Integral) else float(timestep)
-
-
-def unknown_position(phases: int) -> ElfattError:
-    needs = f"has {phases} phases" if phases > 1 else "keeps something from step to step"
-    return ElfattError(
-        f"the denoising step of this call is not known, and the patch {needs}; iterate over "
-        "scheduler.timesteps, or give the timestep as a whole number that is the same for the whole batch."
-    )
 
 
 def schedulers_of_callers() -> Iterator[list[Any]]:

@@ -11,7 +11,6 @@ import pytest
 from support.commands import call, draw
 
 import elfatt_sd
-from elfatt_sd.patch import current_config
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
@@ -37,7 +36,9 @@ def test_patch_prints_the_plan_and_lines_that_run(model: Path) -> None:
     lines = result.stdout.split("In Python:")[1]
     names: dict[str, Any] = {}
     exec("\n".join(line.strip() for line in lines.splitlines()), names)
-    assert current_config(names["pipe"]) == elfatt_sd.PatchConfig.preset("elfatt", ratio=0.25, block_order="curve")
+    assert names["pipe"].unet.elfatt_patch.config == elfatt_sd.PatchConfig.preset(
+        "elfatt", ratio=0.25, block_order="curve"
+    )
 
 
 def test_patch_as_json(model: Path) -> None:

@@ -187,15 +187,3 @@ def test_diffusers_caches_work_beside_a_patch(tmp_path: Path, name: str, first: 
     with recorded() as calls:
         assert draw_pixart(pipe).isfinite().all()  # warnings are errors here
     assert 0 < sum(calls.values()) < 10  # of two layers in five steps
-
-
-def test_hooks_of_diffusers_that_change_nothing_are_not_blamed() -> None:
-    hooks = pytest.importorskip("diffusers.hooks")
-    unet = tiny.unet()
-    hooks.apply_layerwise_casting(unet, storage_dtype=torch.float32, compute_dtype=torch.float32)
-    for name, module in unet.named_modules():
-        if name.endswith("transformer_blocks.0"):
-            module.forward = bypassing(module)
-    elfatt_sd.apply_patch(unet, "elfatt")
-    with pytest.warns(UserWarning, match=r"The forward of a BasicTransformerBlock was replaced"):
-        call(unet)

@@ -429,5 +429,5 @@ def test_a_finished_thread_leaves_nothing(folder: Path) -> None:
     elfatt_sd.apply_patch(pipe, "elfatt-quality")
     assert not in_threads(1, lambda index: draw_with(pipe, index))
     patch = pipe.unet.elfatt_patch
-    assert patch.threads == 0
-    assert patch.schedule.threads == 0
+    assert not patch._calls
+    assert not patch.schedule._runs

@@ -1,25 +1,31 @@
-"""What the calls of a run keep for one another, and what they share with nothing."""
+"""What calls keep for one another, layers with phases of their own, and layers that are watched or alone."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 from support import tiny_pipelines as tiny
-from support.checks import COLUMNS, ROWS, generator, inputs, with_effect
+from support import tiny_transformers
+from support.checks import COLUMNS, ROWS, generator, inputs, runner, with_effect
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
 import elfatt_sd.runtime.processor as processor_module
-from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.config import EXACT, METHODS, LayerPhases, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import Given, find_layers
+from elfatt_sd.families import Given, find_denoisers, find_layers, main_denoiser
 from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.runtime.call import LayerCall
 from elfatt_sd.runtime.denoiser import KEPT_CALLS
+from elfatt_sd.runtime.exact_run import ExactRun, StandaloneLayer, image_of
 from elfatt_sd.runtime.schedule import Position, Run
 
 
@@ -30,132 +36,114 @@ def test_a_matching_is_reused_within_its_phase_alone() -> None:
     scheduler.set_timesteps(4)
     phases = (Phase(0.25, "softmax", ratio=0.2, stride=4), Phase(1.0, "softmax", ratio=0.5))
     elfatt_sd.apply_patch(unet, PatchConfig("two", phases, reuse_steps=4))
-    merged = []
-    first: Any = find_layers(unet)[0].attention
-    first.to_q.register_forward_hook(lambda _, given, result: merged.append(result.shape[1]))
+    merged = list[int]()
+    find_layers(unet)[0].attention.to_q.register_forward_hook(lambda _, given, result: merged.append(result.shape[1]))
     for timestep in scheduler.timesteps:
         unet(sample, timestep, text)
     assert merged == [256 - 51, 128, 128, 128]
 
 
+SAMPLED = Phase(1.0, "sampled", block_size=16, residual_steps=3)
 CORRECTED = [
-    Phase(1.0, "sampled", block_size=16, residual_steps=3),
+    SAMPLED,
     Phase(1.0, "block", block_size=16, block_order="spread", residual_steps=3),
     Phase(1.0, "elfatt", ratio=0.5, block_size=16, agents=8, residual_steps=3),
 ]
 
 
-def around(attention: Any, tokens: Tensor) -> PlainProjections:
-    return PlainProjections(attention, tokens)
-
-
-def corrected(phase: Phase, steps: int = 6) -> tuple[Any, Any]:
-    """A UNet patched with one phase, and the timesteps of a run."""
+def corrected(phase: Phase = SAMPLED, steps: int = 6) -> tuple[Any, Any, Any]:
+    """A UNet patched with one phase, the timesteps of a run, and the UNet's first layer."""
     scheduler = tiny.ddim()
     scheduler.set_timesteps(steps)
-    return elfatt_sd.apply_patch(tiny.unet(), PatchConfig("corrected", (phase,))), scheduler.timesteps
+    unet = elfatt_sd.apply_patch(tiny.unet(), PatchConfig("corrected", (phase,)))
+    return unet, scheduler.timesteps, find_layers(unet)[0].attention
+
+
+def approximated(attention: Any, tokens: Tensor, phase: Phase) -> Tensor:
+    state = attention.elfatt_state.state
+    output = processor_module.approximate(PlainProjections(attention, tokens), state, phase, tokens)
+    state.candidates = None  # as a processor leaves it
+    return output
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("sizes", [(2,), (2, 2, 1)], ids=["whole", "parts"])
 @pytest.mark.parametrize("phase", CORRECTED, ids=lambda phase: phase.attention.name)
-def test_a_shared_difference_is_that_of_the_first_step(phase: Phase) -> None:
-    """A layer is exact in the first step; then its approximation changes with its input, the difference does not."""
-    unet, _ = corrected(phase)
-    attention: Any = find_layers(unet)[0].attention
+def test_a_shared_difference_is_that_of_the_first_step(phase: Phase, sizes: tuple[int, ...]) -> None:
+    """A layer is exact in the first step; then its approximation changes with its input, the difference does not.
+
+    Within a call, diffusers can give a video's frames to a layer in parts, the last of them smaller.
+    """
+    _, _, attention = corrected(phase)
     layer, run, (sample, _), noise = attention.elfatt_state, Run(), inputs(torch.float32), generator()
-    draws = []
+    draws, differences = [], list[Tensor]()
     for step in range(3):
-        tokens = torch.randn(2, ROWS * COLUMNS, attention.query_dim, generator=noise)
         layer.patch.begin(Position(step, 6), run, Given.latent(sample, 0))
-        state = layer.state
-        result, own = attention(tokens), processor_module.approximate(around(attention, tokens), state, phase, tokens)
-        if step == 0:
-            difference = AttnProcessor2_0()(attention, tokens) - own
-            assert difference.abs().max() > 1e-3, "else this test could not fail"
-        torch.testing.assert_close(result, own + difference, atol=1e-5, rtol=0)
-        parts = (*(state.split or ()), *vars(state.prepared).values())
-        draws.append([part for part in parts if isinstance(part, Tensor)])
+        for part, size in enumerate(sizes):
+            tokens = torch.randn(size, ROWS * COLUMNS, attention.query_dim, generator=noise)
+            result, own = attention(tokens), approximated(attention, tokens, phase)
+            if step == 0:
+                differences.append(AttnProcessor2_0()(attention, tokens) - own)
+                assert differences[part].abs().max() > 1e-3, "else this test could not fail"
+            torch.testing.assert_close(result, own + differences[part], atol=1e-5, rtol=0)
+        parts = (*(layer.state.split or ()), *vars(layer.state.prepared).values())
+        draws.append([each for each in parts if isinstance(each, Tensor)])
     for kinds in zip(*draws, strict=True):
         assert all(drawn is kinds[0] or torch.equal(drawn, kinds[0]) for drawn in kinds)
 
 
 @torch.no_grad()
 def test_differences_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every group of steps, in another run, at another size or batch; each layer once."""
-    unet, timesteps = corrected(CORRECTED[0])
-    measured: list[int] = []
-    correct = LayerCall.correct
+    """In every group of steps, in another run, at another size or batch; each layer once, and not for no other step."""
+    unet, timesteps, _ = corrected(steps=7)
+    measured, correct, (sample, text) = list[int](), LayerCall.correct, inputs(torch.float32)
 
     def count_exact(state: LayerCall, own: Any, exact: Any) -> Tensor:
         return correct(state, own, lambda rows: (measured.append(state.index), exact(rows))[1])
 
     monkeypatch.setattr(LayerCall, "correct", count_exact)
-    sample, text = inputs(torch.float32)
 
     def count(steps: Any, sample: Tensor = sample, text: Tensor = text) -> list[int]:
-        counts = []
+        ends = [0]
+        measured.clear()
         for timestep in steps:
             unet(sample, timestep, text)
-            counts.append(len(measured))
-            measured.clear()
-        return counts
+            ends.append(len(measured))
+        return [after - before for before, after in itertools.pairwise(ends)]
 
-    assert count(timesteps) == [3, 0, 0, 3, 0, 0]
+    assert count(timesteps) == [3, 0, 0, 3, 0, 0, 3]
     assert count(timesteps[:2]) == [3, 0]
     assert count(timesteps[:2]) == [3, 0], "a run that was broken off leaves nothing"
     assert count(timesteps[1:2], sample[..., :8]) == [3]
     assert count(timesteps[1:3], sample[:1], text[:1]) == [3, 0]
+    computed, approximate = Counter[str](), processor_module.approximate
 
+    def count_calls(given: Any, state: Any, phase: Phase, tokens: Tensor) -> Tensor:
+        computed[phase.attention.name] += 1
+        return approximate(given, state, phase, tokens)
 
-def test_calls_of_one_step_have_differences_of_their_own() -> None:
-    """Guidance may call the UNet once with the prompt and once without."""
-    unet, timesteps = corrected(CORRECTED[0])
-    sample, text = inputs(torch.float32)
-    texts = (text, torch.zeros(2, 5, tiny.TEXT_WIDTH))
-    alone = [[unet(sample, timestep, each).sample for timestep in timesteps] for each in texts]
-    turns = [[unet(sample, timestep, each).sample for each in texts] for timestep in timesteps]
-    assert all(torch.equal(turns[step][each], alone[each][step]) for each in range(2) for step in range(len(timesteps)))
+    monkeypatch.setattr(processor_module, "approximate", count_calls)
+    count(timesteps)
+    assert computed == {"sampled": 3 * 6, "softmax": 3 * 3}, "the last step's difference is of no use"
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
     "config",
-    [
-        PatchConfig("corrected", (CORRECTED[0],)),
-        PatchConfig("matched", (Phase(1.0, ratio=0.5),), reuse_steps=3),
-    ],
+    [PatchConfig("corrected", (SAMPLED,)), PatchConfig("matched", (Phase(1.0, ratio=0.5),), reuse_steps=3)],
     ids=lambda config: config.method,
 )
-def test_views_of_one_step_keep_their_own(config: PatchConfig) -> None:
-    """A panorama calls the UNet once for each view, with the same prompt; so may a pipeline with extra guidance."""
+def test_calls_of_one_step_keep_their_own(config: PatchConfig) -> None:
+    """A panorama calls the UNet once for each view; guidance may call it once with the prompt and once without."""
     unet, scheduler = elfatt_sd.apply_patch(tiny.unet(), config), tiny.ddim()
     scheduler.set_timesteps(6)
     (sample, text), noise = inputs(torch.float32), generator()
-    views = [sample, torch.randn(sample.shape, generator=noise), torch.randn(2, 4, 8, 16, generator=noise)]
-    alone = [[unet(view, timestep, text).sample for timestep in scheduler.timesteps] for view in views]
+    views = [(sample, text), (sample, torch.zeros_like(text))]
+    views += [(torch.randn(2, 4, rows, 16, generator=noise), text) for rows in (16, 8)]
+    alone = [[unet(view, timestep, each).sample for timestep in scheduler.timesteps] for view, each in views]
     for step, timestep in enumerate(scheduler.timesteps):
-        for view, expected in zip(views, alone, strict=True):
-            assert torch.equal(unet(view, timestep, text).sample, expected[step])
-
-
-@torch.no_grad()
-def test_parts_of_a_layers_input_keep_their_own() -> None:
-    """Within one call, diffusers can give a video's frames to a layer in parts, the last of them smaller."""
-    unet, _ = corrected(CORRECTED[0])
-    attention: Any = find_layers(unet)[0].attention
-    layer, run, (sample, _), noise = attention.elfatt_state, Run(), inputs(torch.float32), generator()
-    parts = [torch.randn(size, ROWS * COLUMNS, attention.query_dim, generator=noise) for size in (2, 2, 1)]
-    layer.patch.begin(Position(0, 6), run, Given.latent(sample, 0))
-    state, differences = layer.state, []
-    for tokens in parts:
-        exact = AttnProcessor2_0()(attention, tokens)
-        torch.testing.assert_close(attention(tokens), exact, atol=1e-5, rtol=0)
-        differences.append(exact - processor_module.approximate(around(attention, tokens), state, CORRECTED[0], tokens))
-    layer.patch.begin(Position(1, 6), run, Given.latent(sample, 0))
-    state = layer.state
-    for tokens, difference in zip(parts, differences, strict=True):
-        own = processor_module.approximate(around(attention, tokens), state, CORRECTED[0], tokens)
-        torch.testing.assert_close(attention(tokens), own + difference, atol=1e-5, rtol=0)
+        for (view, each), expected in zip(views, alone, strict=True):
+            assert torch.equal(unet(view, timestep, each).sample, expected[step])
 
 
 def test_calls_on_no_schedule_share_nothing() -> None:
@@ -163,8 +151,8 @@ def test_calls_on_no_schedule_share_nothing() -> None:
 
     As a preview between two steps, such a call does not end their run.
     """
-    (unet, timesteps), (sample, text) = corrected(CORRECTED[0]), inputs(torch.float32)
-    exact = {number: tiny.unet()(sample, number, text).sample for number in (960, 920, 100)}
+    (unet, timesteps, _), (sample, text) = corrected(), inputs(torch.float32)
+    exact = {number: tiny.unet()(sample, number, text).sample for number in (960, 100)}
     alone = [unet(sample, timestep, text).sample for timestep in timesteps]
     with pytest.warns(UserWarning, match="on no schedule: they are exact") as warned:
         for timestep, expected in zip(timesteps, alone, strict=True):
@@ -172,65 +160,29 @@ def test_calls_on_no_schedule_share_nothing() -> None:
             for number, found in exact.items():
                 torch.testing.assert_close(unet(sample, number, text).sample, found, atol=1e-5, rtol=0)
     assert len(warned) == 1
-    with pytest.raises(ElfattError, match="not known, and the patch keeps something from step to step"):
+    with pytest.raises(ElfattError, match="step of this call is not known"):
         unet(sample, torch.tensor([10, 900]), text)
-
-
-@torch.no_grad()
-def test_nothing_is_computed_for_steps_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The difference of a step without a follower in its group is of no use."""
-    unet, timesteps = corrected(CORRECTED[0], steps=7)
-    (sample, text), calls = inputs(torch.float32), []
-    approximate = processor_module.approximate
-
-    def count(attn: Any, state: Any, phase: Phase, tokens: Tensor) -> Tensor:
-        calls.append(phase.attention.name)
-        return approximate(attn, state, phase, tokens)
-
-    monkeypatch.setattr(processor_module, "approximate", count)
-    for timestep in timesteps:
-        unet(sample, timestep, text)
-    layers = 3
-    assert calls.count("sampled") == 6 * layers
-    assert calls.count("softmax") == 3 * layers
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "sd"])
-def test_a_default_device_is_not_that_of_the_draws(method: str) -> None:
-    """As after `torch.set_default_device("cuda")`: what is drawn and worked out on the host stays there."""
-    unet = elfatt_sd.apply_patch(tiny.unet(), method)
-    sample, text = inputs(torch.float32)
-    timesteps = torch.tensor([999, 700, 100])
-    expected = [unet(sample, timestep, text).sample for timestep in timesteps]
-    with torch.device("meta"):
-        found = [unet(sample, timestep, text).sample for timestep in timesteps]
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 @torch.no_grad()
 def test_a_call_that_is_repeated_takes_nothing_over() -> None:
     """As in a loop of the user's own; and what such calls keep does not grow for ever."""
-    unet, timesteps = corrected(CORRECTED[0])
-    denoiser = find_layers(unet)[0].attention.elfatt_state.patch  # type: ignore[union-attr]
-    sample, text = inputs(torch.float32)
+    (unet, timesteps, attention), (sample, text) = corrected(), inputs(torch.float32)
     exact = unet(sample, timesteps[0], text).sample
     for _ in range(KEPT_CALLS + 3):
         assert torch.equal(unet(sample, timesteps[0], text).sample, exact)
-    shelves = denoiser.latest.memory.residuals.values()
-    assert {len(shelf.kept) for shelf in shelves} == {KEPT_CALLS}
+    kept = attention.elfatt_state.patch.latest.memory.residuals.values()
+    assert {len(each.kept) for each in kept} == {KEPT_CALLS}
     assert not torch.equal(unet(sample, timesteps[1], text).sample, exact)
 
 
 def test_no_difference_outlives_its_run() -> None:
     """What decodes the latents finds the memory free; gradients do not reach back to an earlier step."""
-    unet, timesteps = corrected(CORRECTED[0])
-    denoiser = find_layers(unet)[0].attention.elfatt_state.patch  # type: ignore[union-attr]
-    sample, text = inputs(torch.float32)
-    held = []
+    (unet, timesteps, attention), (sample, text), held = corrected(), inputs(torch.float32), []
     for timestep in timesteps:
         unet(sample, timestep, text).sample.sum().backward()
-        kept = [one.values for layer in denoiser.layers for one in layer.latest.residuals.values()]
+        layers = attention.elfatt_state.patch.layers
+        kept = [one.values for layer in layers for one in layer.latest.residuals.values()]
         assert not any(tensor.requires_grad for tensor in kept)
         held.append(len(kept))
     assert held == [3, 3, 3, 3, 3, 0]
@@ -252,14 +204,145 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_call_waits_for_the_device(method: str) -> None:
-    unet, scheduler = tiny.unet(), tiny.ddim()
+    unet, scheduler, (sample, text) = tiny.unet(), tiny.ddim(), inputs(torch.float32)
     elfatt_sd.apply_patch(unet, method, **with_effect(method, reuse_steps=2))
     scheduler.set_timesteps(5)
-    sample, text = inputs(torch.float32)
     with torch.no_grad(), Waits() as waits:
         for timestep in scheduler.timesteps:
             unet(sample, timestep, text)
-    assert waits.seen == []
-    with Waits() as waits:
+        assert waits.seen == []
         assert sample.max().item() > 0
     assert waits.seen == ["_local_scalar_dense"]
+
+
+# Layers with phases of their own.
+
+CALLS = 5  # of the UNet for the four steps of PNDM
+KEYS = Phase(1.0, "sampled", keys=8)
+BLOCKS = Phase(0.5, "block", block_size=16, block_order="windows")
+
+
+def own(*phases: tuple[str, tuple[Phase, ...]]) -> PatchConfig:
+    return PatchConfig("own", per_layer=tuple(LayerPhases(*each) for each in phases))
+
+
+def test_each_layer_has_its_own_phases(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, *_ = [layer.name for layer in find_layers(pipe.unet)]
+    seen: dict[str, list[str]] = {}
+    begin = LayerCall.begin
+
+    def note(state: LayerCall, phase: Phase, step: int, *others: Any) -> bool:
+        seen.setdefault(state.layer.name, []).append(phase.attention.name)
+        return begin(state, phase, step, *others)
+
+    monkeypatch.setattr(LayerCall, "begin", note)
+    late = (Phase(0.5), Phase(1.0, "block", block_size=16, block_order="windows"))
+    with elfatt_sd.patched(pipe, own((first, (KEYS,)), (second, late))):
+        runner(pipe)()
+    assert seen == {first: ["sampled"] * CALLS, second: ["softmax"] * 3 + ["block"] * 2}
+
+
+def test_the_same_phases_by_layer_are_the_same_latents(pipe: Any) -> None:
+    run = runner(pipe)
+    for phases in ((KEYS,), (BLOCKS, KEYS), (Phase(1.0, "sampled", keys=8, residual_steps=2),)):
+        with elfatt_sd.patched(pipe, PatchConfig("whole", phases)) as plan:
+            expected = run()
+        with elfatt_sd.patched(pipe, own(*((each.name, phases) for each in plan.layers if each.patched))) as same:
+            assert torch.equal(run(), expected)
+        assert [layer.reason for layer in same.layers if layer.patched] == [
+            layer.reason for layer in plan.layers if layer.patched
+        ]
+
+
+def test_the_first_pattern_counts_and_one_that_names_no_layer_is_refused(pipe: Any) -> None:
+    name = find_layers(pipe.unet)[0].name
+    config = PatchConfig("own", (KEYS,), levels=9, per_layer=(LayerPhases(name), LayerPhases("*", (BLOCKS,))))
+    assert config.for_layer(name).phases == () and config.for_layer("another").phases == (BLOCKS,)
+    assert {layer.name for layer in elfatt_sd.plan(pipe, config).layers if not layer.patched} == {name}
+    with pytest.raises(ElfattError, match=r"no self-attention layer matches layers='nowhere\.\*'; this UNet has "):
+        elfatt_sd.apply_patch(pipe, own(("nowhere.*", (KEYS,))))
+    elfatt_sd.apply_patch(pipe, own(("*", (EXACT,))))
+    assert not elfatt_sd.is_patched(pipe), "exact phases alone change nothing"
+
+
+@pytest.mark.parametrize("family", ["unet", "sd3"])
+def test_the_output_of_an_earlier_step_is_used_again(pipe: Any, family: str) -> None:
+    """In every second step the layer is not called for attention at all."""
+    pipe, run = (pipe, runner(pipe)) if family == "unet" else tiny_transformers.sd3()
+    layer, projected, untouched = find_layers(main_denoiser(pipe))[0], Counter[str](), run()
+    handle = layer.attention.to_q.register_forward_hook(lambda *_: projected.update(["q"]))
+    with elfatt_sd.patched(pipe, own((layer.name, (Phase(1.0, "reuse", residual_steps=2),)))):
+        assert not torch.equal(run(), untouched)
+    handle.remove()
+    assert family != "unet" or projected.total() == 3
+    assert torch.equal(run(), untouched)
+
+
+# A watched run stays untouched, and a layer on its own does what it does inside a patched pipeline.
+
+
+@pytest.fixture(params=["flux", "sd3"])
+def watchable(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Callable[[], Tensor]]:
+    if request.param == "sd3":
+        return tiny_transformers.sd3()
+    pipe = tiny_transformers.flux(folder)
+    return pipe, runner(pipe, output_type="latent", max_sequence_length=16, height=64, width=64)
+
+
+def test_the_exact_output_goes_on(watchable: tuple[Any, Callable[[], Tensor]]) -> None:
+    (pipe, run), layers, differences = watchable, set[str](), list[float]()
+    untouched = run()
+
+    def after(state: LayerCall, again: Callable[[], Any], output: Any) -> None:
+        exact = image_of(output, state)
+        found = image_of(watched.approximate(state, again, Phase(1.0, "sampled", keys=4), state.call.step), state)
+        assert exact.shape == found.shape and exact.shape[1] == state.grid.tokens
+        assert torch.equal(image_of(again(), state), exact), "the layer is exact again"
+        layers.add(state.layer.name)
+        differences.append(float((exact - found).norm()))
+
+    with ExactRun(pipe, find_denoisers(pipe), after) as watched:
+        assert torch.equal(run(), untouched)
+        assert watched.steps > 1
+    assert torch.equal(run(), untouched), "nothing is left behind"
+    assert layers == {layer.name for layer in find_layers(main_denoiser(pipe))}
+    assert min(differences) > 0
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError), ExactRun(pipe, find_denoisers(pipe), fail):
+        run()
+    assert torch.equal(run(), untouched), "nor after a failure"
+
+
+ALONE = [
+    Phase(1.0, "block", block_size=16, block_order="spread"),
+    Phase(1.0, "elfatt", ratio=0.5, block_size=16, agents=8),
+    Phase(1.0, "agent", ratio=0.4, stride=4, agent_source="merged"),
+]
+
+
+@pytest.mark.parametrize("phase", ALONE, ids=lambda phase: phase.attention.name)
+def test_a_layer_alone_does_what_the_patched_layer_does(pipe: Any, phase: Phase) -> None:
+    """The same draws, metric and numbers, in the third of four steps; by the weights of the original, which stays."""
+    pipe.scheduler = tiny.ddim()
+    layer, seen = find_layers(pipe.unet)[0], list[Any]()
+    before, config = layer.attention.processor, PatchConfig("x", (phase,), levels=2, seed=3)
+    alone = StandaloneLayer(layer, config)
+    assert layer.attention.processor is before and layer.norm is not None
+    elfatt_sd.apply_patch(pipe, config)
+    handles = [
+        layer.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0])),
+        layer.attention.register_forward_hook(lambda module, args, output: seen.append((args[0], output))),
+    ]
+    pipe("a", num_inference_steps=4, generator=generator(), output_type="latent")
+    for handle in handles:
+        handle.remove()
+    block_input, (hidden_states, expected) = seen[4], seen[5]
+    with torch.no_grad():
+        alone.begin(Position(2, 4), (2, 4, 16, 16), block_input)
+        assert torch.equal(alone(hidden_states), expected)
+        layer.attention.to_v.weight.mul_(2)
+        assert not torch.equal(alone(hidden_states), expected)
+        layer.attention.to_v.weight.div_(2)

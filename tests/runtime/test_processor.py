@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import COLUMNS, ROWS, generator, inputs, runner
+from support.checks import ACTIVE, COLUMNS, ROWS, generator, inputs, runner
 from torch import Tensor
 from torch.nn import functional
 
@@ -21,9 +21,8 @@ from elfatt_sd.attention.merging import find_candidates, match_candidates, split
 from elfatt_sd.attention.ordering import Grid, block_permutation, partition, stratified_samples
 from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import find_layers
+from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.methods import Draws
-from elfatt_sd.phases import DENSE
 
 
 class Layer:
@@ -122,36 +121,36 @@ def test_elfatt_splits_heads_or_channels(heads: int) -> None:
     layer.check(merge.unmerge(layer.out(mixed)))
 
 
+def place_in(order: str) -> Tensor:
+    """Where the blocks' order puts each token of the picture."""
+    permutation = block_permutation(order, Grid.image(ROWS, COLUMNS), 20)  # type: ignore[arg-type]
+    return torch.arange(256) if permutation is None else permutation.argsort()
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("ratio", [0.0, 0.5])
 @pytest.mark.parametrize("order", ["raster", "windows", "curve", "strided"])
-def test_blocks_of_tokens_in_the_picture(order: str, ratio: float) -> None:
-    """Merged tokens are put in blocks by where they are; each token gets its own result back."""
-    phase = Phase(1.0, "block", ratio=ratio, block_size=20, block_order=order)
-    layer = Layer(PatchConfig("blocks", (phase,)))
-    permutation = block_permutation(order, Grid.image(ROWS, COLUMNS), 20)
-    place = torch.arange(256) if permutation is None else permutation.argsort()
-    merge = layer.matching(ratio) if ratio else None
-    tokens = layer.tokens if merge is None else merge.merge(layer.tokens)
-    positions = torch.arange(256).expand(2, -1) if merge is None else merge.positions
-    rank = place[positions].argsort(dim=1).argsort(dim=1)  # of each merged token in the block order
-    together = same_block(tokens.shape[1], 20)
-    allowed = torch.stack([together[row][:, row] for row in rank])[:, None]
-    mixed = layer.out(softmax(*layer.qkv(tokens), allowed=allowed))
-    layer.check(mixed if merge is None else merge.unmerge(mixed))
+def test_blocks_of_tokens_in_the_picture(order: Any) -> None:
+    """Each token gets its own result back; merged tokens are put in blocks by where they are."""
+    for ratio in (0.0, 0.5):
+        layer = Layer(PatchConfig("blocks", (Phase(1.0, "block", ratio=ratio, block_size=20, block_order=order),)))
+        merge = layer.matching(ratio) if ratio else None
+        tokens = layer.tokens if merge is None else merge.merge(layer.tokens)
+        positions = torch.arange(256).expand(2, -1) if merge is None else merge.positions
+        rank = place_in(order)[positions].argsort(dim=1).argsort(dim=1)  # of each merged token in the block order
+        together = same_block(tokens.shape[1], 20)
+        allowed = torch.stack([together[row][:, row] for row in rank])[:, None]
+        mixed = layer.out(softmax(*layer.qkv(tokens), allowed=allowed))
+        layer.check(mixed if merge is None else merge.unmerge(mixed))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("first", "second"), [("windows", "strided"), ("raster", "curve"), ("curve", "raster")])
-def test_half_of_the_heads_in_blocks_of_another_order(first: str, second: str) -> None:
-    layer = Layer(PatchConfig("two", (Phase(1.0, "block", block_size=20, block_order=first, second_order=second),)))
-    q, k, v = layer.qkv(layer.tokens)
-    mixed = []
-    for head, order in enumerate((first, second)):
-        permutation = block_permutation(order, Grid.image(ROWS, COLUMNS), 20)
-        place = torch.arange(256) if permutation is None else permutation.argsort()
-        allowed = same_block(256, 20)[place][:, place]
-        mixed.append(softmax(*(x[:, head : head + 1] for x in (q, k, v)), allowed=allowed))
+@pytest.mark.parametrize("orders", [("windows", "strided"), ("raster", "curve"), ("curve", "raster")])
+def test_half_of_the_heads_in_blocks_of_another_order(orders: tuple[Any, Any]) -> None:
+    phase = Phase(1.0, "block", block_size=20, block_order=orders[0], second_order=orders[1])
+    layer, mixed = Layer(PatchConfig("two", (phase,))), []
+    for head, order in enumerate(orders):
+        q, k, v = (x[:, head : head + 1] for x in layer.qkv(layer.tokens))
+        mixed.append(softmax(q, k, v, allowed=same_block(256, 20)[place_in(order)][:, place_in(order)]))
     layer.check(layer.out(torch.cat(mixed, dim=1)))
 
 
@@ -182,36 +181,43 @@ HALF = {
     "block": Phase(1.0, "block", block_size=20, block_order="windows"),
     "sampled": Phase(1.0, "sampled", block_size=20),
 }
+Seen = list[tuple[torch.dtype, bool]]
 
 
-@pytest.mark.parametrize("fp32_logits", [True, False])
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """The dtype of every attention that PyTorch computes, and whether it is of tokens to themselves."""
+    calls: Seen = []
+    attend = functional.scaled_dot_product_attention
+
+    def spy(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append((q.dtype, q.shape[2] == k.shape[2]))
+        return attend(q, k, *args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    return calls
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("phase", HALF.values(), ids=list(HALF))
-def test_logits_in_float32_on_request(phase: Phase, fp32_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    unet = tiny.unet().half()
-    elfatt_sd.apply_patch(unet, PatchConfig("half", (phase,), fp32_logits=fp32_logits))
-    with torch.no_grad():
-        unet(*inputs(torch.float16)[:1], 999, inputs(torch.float16)[1])
-        tokens = torch.randn(2, 256, 16, generator=generator()).half()
-        seen = set()
-        attend = torch.nn.functional.scaled_dot_product_attention
-
-        def spy(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            seen.add(q.dtype)
-            return attend(q, *args, **kwargs)
-
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+def test_logits_in_float32_on_request(phase: Phase, seen: Seen) -> None:
+    unet, (sample, text) = tiny.unet().half(), inputs(torch.float16)
+    for fp32_logits, dtype in ((True, torch.float32), (False, torch.float16)):
+        elfatt_sd.apply_patch(unet, PatchConfig("half", (phase,), fp32_logits=fp32_logits))
+        unet(sample, 999, text)
         attention: Any = find_layers(unet)[0].attention
-        denoiser = attention.elfatt_state.patch
-        denoiser.enter(denoiser.latest)
-        assert attention(tokens).dtype == torch.float16
-    assert seen == {torch.float32 if fp32_logits else torch.float16}
+        patch = attention.elfatt_state.patch
+        patch.enter(patch.latest)
+        seen.clear()
+        assert attention(torch.randn(2, 256, 16, generator=generator()).half()).dtype == torch.float16
+        assert {found for found, _ in seen} == {dtype}
+        patch.end()
 
 
 @torch.no_grad()
 def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
     """What costs is computed once, although tokens are merged at one ratio and agents at another."""
     found: list[Any] = []
-    find_candidates = state_module.find_candidates
     monkeypatch.setattr(state_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given))
     layer = Layer(PatchConfig.preset("agent"))
     assert len(found) == 3  # one for each layer of the finest level
@@ -220,28 +226,26 @@ def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.Monk
 
 @torch.no_grad()
 @pytest.mark.parametrize("backend", ["auto", "native"])
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "sd"])
+@pytest.mark.parametrize("method", ACTIVE)
 def test_a_layer_that_is_left_alone_is_exact(method: str, backend: str) -> None:
     """Nothing that was drawn for the approximation is left in it, whichever kernel serves it."""
     unet, (sample, text) = tiny.unet(), inputs(torch.float32)
     timestep = torch.arange(999, -1, -1)[4]
     untouched = unet(sample, timestep, text).sample
     elfatt_sd.apply_patch(unet, method, attention_backend=backend)
-    for layer in find_layers(unet):
-        if state := getattr(layer.attention, "elfatt_state", None):
-            state.patch.pays = lambda *_: False
+    unet.elfatt_patch.pays = lambda *_: False
     torch.testing.assert_close(unet(sample, timestep, text).sample, untouched, atol=1e-5, rtol=0)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("method", METHODS)
 def test_the_backend_serves_patched_layers_in_every_phase(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a method that approximates nothing."""
-    unet = tiny.unet()
+    unet, (sample, text) = tiny.unet(), inputs(torch.float32)
     monkeypatch.setattr(patch_module, "make_ready", lambda backend: None)
     elfatt_sd.apply_patch(unet, method, attention_backend="flash")
-    sample, text = inputs(torch.float32)
     for timestep in torch.tensor([999, 500, 0]):
-        with torch.no_grad(), pytest.raises(ElfattError, match=r"attention_backend='flash' (needs|does not take) "):
+        with pytest.raises(ElfattError, match=r"attention_backend='flash' (needs|does not take) "):
             unet(sample, timestep, text)
 
 
@@ -264,63 +268,62 @@ def in_dtype(phase: Phase, dtype: Any) -> PatchConfig:
     return PatchConfig("own", (phase.with_settings({"attention_dtype": dtype}),), levels=9)
 
 
-def made(family: str, folder: Path) -> tuple[Any, Callable[..., Tensor]]:
-    if family == "unet":
+@pytest.fixture(params=["unet", "flux", "sd3"])
+def made(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Callable[..., Tensor]]:
+    if request.param == "unet":
         pipe = tiny.sd15(folder)
         return pipe, runner(pipe)
-    if family == "flux":
+    if request.param == "flux":
         pipe = tiny_transformers.flux(folder)
         return pipe, tiny_transformers.runner(pipe, prompt="a b", height=32, width=48, max_sequence_length=16)
     return tiny_transformers.sd3()
 
 
-@pytest.mark.parametrize("phase", PHASES.values(), ids=list(PHASES))
-@pytest.mark.parametrize("family", ["unet", "flux", "sd3"])
-def test_what_is_approximated_is_rounded_a_little(family: str, phase: Phase, folder: Path) -> None:
-    pipe, run = made(family, folder)
-    try:
-        with elfatt_sd.patched(pipe, in_dtype(phase, None)):
-            alike = run()
-    except ElfattError as error:
-        assert phase.merge.ratio, "all else goes with every family"
-        pytest.skip(f"it does not go with this family: {error}")
-    outputs = []
-    for denoiser in (getattr(pipe, name) for name in ("unet", "transformer") if hasattr(pipe, name)):
-        for layer in find_layers(denoiser):
-            layer.attention.register_forward_hook(lambda *given: outputs.append(given[2]))
-    with elfatt_sd.patched(pipe, in_dtype(phase, "bfloat16")):
-        rounded = run()
-    first = [output[0] if isinstance(output, tuple) else output for output in outputs]
-    assert {output.dtype for output in first} == {torch.float32}
-    error = float((rounded - alike).norm() / alike.norm())
-    assert 0 < error < (0.05 if phase.dense else 0.5), "merging may choose other tokens"
+def test_what_is_approximated_is_rounded_a_little(made: tuple[Any, Callable[..., Tensor]]) -> None:
+    """A model in half precision is left in it: settings that were found in float32 cost it no precision."""
+    (pipe, run), dtypes = made, set[torch.dtype]()
+    for layer in find_layers(main_denoiser(pipe)):
+        layer.attention.register_forward_hook(
+            lambda *given: dtypes.add(given[2][0].dtype if isinstance(given[2], tuple) else given[2].dtype)
+        )
+    for name, phase in PHASES.items():
+        images = []
+        for dtype in (None, "bfloat16"):
+            try:
+                with elfatt_sd.patched(pipe, in_dtype(phase, dtype)):
+                    images.append(run())
+            except ElfattError:
+                assert phase.merge.ratio, "all else goes with every family"
+        if images:
+            error = float((images[1] - images[0]).norm() / images[0].norm())
+            assert 0 < error < (0.05 if phase.dense else 0.5), f"{name}; merging may choose other tokens"
+    assert dtypes == {torch.float32}
+    if hasattr(run, "given") and "prompt" not in run.given:  # but texts in float32
+        return
+    pipe.to(dtype=torch.bfloat16)
+    found = []
+    for dtype in (None, "float16"):
+        with elfatt_sd.patched(pipe, in_dtype(PHASES["sampled"], dtype)):
+            found.append(run())
+    assert torch.equal(*found)
 
 
-def test_nothing_but_approximated_attention_is_rounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_but_approximated_attention_is_rounded(folder: Path, seen: Seen) -> None:
     """Attention to the text, and that of exact phases, is that of the model."""
-    pipe, seen = tiny.sd15(folder, scheduler=tiny.ddim()), []
-    inside: list[bool] = []
-    pipe.unet.register_forward_pre_hook(lambda *_: inside.append(True))
-    pipe.unet.register_forward_hook(lambda *_: inside.clear())
-    attend = functional.scaled_dot_product_attention
-
-    def spy(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        seen.extend([(q.dtype, q.shape[2] == k.shape[2])] * bool(inside))
-        return attend(q, k, *args, **kwargs)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    pipe = tiny.sd15(folder, scheduler=tiny.ddim())
     halves = (Phase(0.5), Phase(1.0, attention_dtype="bfloat16"))
+    pipe.unet.register_forward_pre_hook(lambda *_: begins.append(len(seen)))
+    begins, ours = list[int](), list[torch.dtype]()
+    pipe.unet.register_forward_hook(lambda *_: ours.extend(dtype for dtype, own in seen[begins[-1] :] if own))
     with elfatt_sd.patched(pipe, PatchConfig("second half", halves, levels=9)):
         runner(pipe, num_inference_steps=4)()
-    own = [dtype for dtype, to_itself in seen if to_itself]
     layers = len(find_layers(pipe.unet))
-    assert own == [torch.float32] * 2 * layers + [torch.bfloat16] * 2 * layers
-    assert {dtype for dtype, to_itself in seen if not to_itself} == {torch.float32}
+    assert ours == [torch.float32] * 2 * layers + [torch.bfloat16] * 2 * layers
+    assert {dtype for dtype, own in seen if not own} == {torch.float32}
 
 
 def test_the_exact_step_of_a_shared_difference_is_rounded_too(folder: Path) -> None:
-    pipe, found = tiny.sd15(folder), {}
-    outputs: list[Tensor] = []
+    pipe, found, outputs = tiny.sd15(folder), {}, list[Tensor]()
     pipe.unet.register_forward_hook(lambda *given: outputs.append(given[2][0]))
     configs = {name: in_dtype(PHASES[name], "bfloat16") for name in ("dense", "shared")}
     for name, config in {"untouched": PatchConfig("sd"), **configs}.items():
@@ -330,23 +333,5 @@ def test_the_exact_step_of_a_shared_difference_is_rounded_too(folder: Path) -> N
         found[name] = outputs[0]
     torch.testing.assert_close(found["shared"], found["dense"], atol=1e-5, rtol=1e-4)
     assert not torch.allclose(found["dense"], found["untouched"], atol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["unet", "flux"])
-def test_models_in_half_precision_are_left_in_it(family: str, folder: Path) -> None:
-    """Settings that were found in float32 cost them no precision."""
-    pipe, run = made(family, folder)
-    pipe.to(dtype=torch.bfloat16)
-    found = []
-    for dtype in (None, "float16"):
-        with elfatt_sd.patched(pipe, in_dtype(PHASES["sampled"], dtype)):
-            found.append(run())
-    assert torch.equal(*found)
-
-
-def test_exact_attention_shares_nothing() -> None:
     phase = Phase(residual_steps=4, attention_dtype="bfloat16")
-    assert (phase.exact, phase.dense, phase.residual_steps, phase.corrects) == (False, True, 1, False)
-    assert (DENSE[None].exact, DENSE["bfloat16"].exact) == (True, False)
-    shared = PatchConfig("own", (DENSE["bfloat16"],)).with_settings(residual_steps=4)
-    assert shared.without_effect(["residual_steps"]) == ["residual_steps"]
+    assert (phase.exact, phase.dense, phase.residual_steps, phase.corrects) == (False, True, 1, False), "by itself"

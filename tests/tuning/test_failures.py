@@ -21,7 +21,6 @@ from elfatt_sd import methods, tuning
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.families import find_layers
-from elfatt_sd.patch import current_config
 from elfatt_sd.phases import Phase
 from elfatt_sd.tuning import tune
 from elfatt_sd.tuning.probe import LayerFigures, Probe
@@ -70,8 +69,8 @@ def out_of_memory(pipe: Any, method: str | None, error: Exception) -> Iterator[N
     """Let memory run out where an image that was drawn with a method is decoded."""
 
     def fail(*_: Any) -> None:
-        config = current_config(pipe)
-        if (None if config is None else config.method) == method:
+        patch = vars(pipe.unet).get("elfatt_patch")
+        if (None if patch is None else patch.config.method) == method:
             raise error
 
     handle = pipe.vae.decoder.register_forward_pre_hook(fail)
