@@ -225,19 +225,15 @@ class PlanOnDemand:
     """A plan that is made when it is first looked at, as it takes long to measure."""
 
     def __init__(self, make: Callable[[], Plan]) -> None:
-        self._make = make
-
-    @functools.cached_property
-    def _plan(self) -> Plan:
-        return self._make()
+        self._made = functools.cache(make)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of copies and pickles, which ask before there is anything
             raise AttributeError(name)
-        return getattr(self._plan, name)
+        return getattr(self._made(), name)
 
     def __str__(self) -> str:
-        return str(self._plan)
+        return str(self._made())
 
 
 def giga(multiply_adds: float) -> str:

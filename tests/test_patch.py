@@ -23,24 +23,13 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.runtime import call as state_module
 
 EVERY_SETTING = {
-    **{
-        f"elfatt, {order}": PatchConfig.preset("elfatt", active_fraction=1.0, block_order=order, block_size=37)
-        for order in ("curve", "spread")
-    },
-    "elfatt-fast": PatchConfig.preset("elfatt-fast", active_fraction=1.0, levels=2, block_size=50),
-    "agent": PatchConfig.preset("agent", active_fraction=1.0, fp32_logits=True),
+    "spread": PatchConfig.preset("elfatt", active_fraction=1.0, block_order="spread", block_size=37),
     "channels": PatchConfig.preset("elfatt", active_fraction=1.0, ratio=0.0, split="channels", agents=7),
+    "agent": PatchConfig.preset("agent", active_fraction=1.0, fp32_logits=True),
     "tome": PatchConfig.preset("tome", ratio=0.75, reuse_layers=True, reuse_steps=2),
-    "two": PatchConfig("x", (Phase(1.0, "block", block_size=37, block_order="windows", second_order="spread"),)),
     "cells": PatchConfig("x", (Phase(1.0, "cell_spread", block_size=37, block_order="spread"),)),
-    "samples": PatchConfig("x", (Phase(1.0, "sampled", block_size=37, groups=4),)),
-    "one draw": PatchConfig(
-        "x", (Phase(1.0, "sampled", block_size=20, groups=1, redraw=False),), levels=2, fp32_logits=True
-    ),
-    "shared": PatchConfig("x", (Phase(1.0, "sampled", block_size=20, residual_steps=2),)),
-    "shared, merged": PatchConfig(
-        "x", (Phase(1.0, "elfatt", ratio=0.5, block_size=20, residual_steps=2),), reuse_steps=3
-    ),
+    "one draw": PatchConfig("x", (Phase(1.0, "sampled", block_size=37, groups=4, redraw=False),), levels=2),
+    "shared": PatchConfig("x", (Phase(1.0, "elfatt", ratio=0.5, block_size=20, residual_steps=2),), reuse_steps=3),
 }
 
 
@@ -192,10 +181,16 @@ def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.Monke
     counted, find_candidates = list[int](), state_module.find_candidates
     monkeypatch.setattr(state_module, "find_candidates", lambda *given: counted.append(1) or find_candidates(*given))
     pipe.scheduler = tiny.ddim()
-    cases: list[tuple[Any, int]] = [({}, 3 * 4), ({"reuse_layers": True}, 4), ({"reuse_steps": 2}, 3 * 2)]
-    for settings, expected in (*cases, ({"reuse_layers": True, "reuse_steps": 4}, 1)):
+    cases: list[tuple[Any, dict[str, Any], int]] = [
+        ("tome", {}, 3 * 4),
+        ("tome", {"reuse_layers": True}, 4),
+        ("tome", {"reuse_steps": 2}, 3 * 2),
+        ("tome", {"reuse_layers": True, "reuse_steps": 4}, 1),
+        ("agent", {"active_fraction": 1}, 3 * 4),  # merged at one ratio for tokens, and at another one for agents
+    ]
+    for method, settings, expected in cases:
         counted.clear()
-        with elfatt_sd.patched(pipe, "tome", **settings):
+        with elfatt_sd.patched(pipe, method, **settings):
             picture_of(pipe, steps=4)
         assert len(counted) == expected, settings
 

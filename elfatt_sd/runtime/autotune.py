@@ -76,8 +76,8 @@ _NO_MEMORY = Decision(obstacle="memory ran out in the measurement")
 class Decisions:
     """Decisions made on this machine, in memory and in a file that processes share."""
 
-    def __init__(self, path: Path | None = None) -> None:
-        self.path = path or cache_folder() / "autotune.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._known: dict[str, Decision] = {}
 
     def get(self, key: str) -> Decision | None:

@@ -111,6 +111,7 @@ class Patch:
         self.pays = None if self._tuner is None else self._tuner.pays  # whether a phase pays in a layer; None: it does
         numbered = enumerate(layers.found)
         self.layers = [PatchedLayer(layer, index, self) for index, layer in numbered if layer in layers.chosen]
+        self.watched = False  # whether layers are approximated on the side, in exact phases too
         self.latest: Call | None = None  # of any thread
         self._calls: dict[int, Call] = {}  # that go on, by thread
         self.repeats = Repeats()

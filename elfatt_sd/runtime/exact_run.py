@@ -45,7 +45,6 @@ class ExactRun:
         self._after_layer, self._after_call = after_layer, after_call
         self._undo = ExitStack()
         self._busy = False
-        self._block_inputs: dict[str, Tensor] = {}
 
     @property
     def steps(self) -> int:
@@ -57,11 +56,8 @@ class ExactRun:
             for name, patch in self._patches.items():
                 patch.install()
                 undo.callback(patch.remove)
-                patch.pays = lambda *_: False  # every layer stays exact
+                patch.watched, patch.pays = True, lambda *_: False  # every layer stays exact
                 for layer in patch.layers:
-                    if layer.layer.norm is not None:
-                        keep = functools.partial(self._keep_block_input, layer.layer.name)
-                        undo.callback(layer.layer.norm.register_forward_pre_hook(keep).remove)
                     after = functools.partial(self._after, functools.partial(_state, layer), self._after_layer)
                     undo.callback(after_forward(layer.layer.attention, after))
                 if self._after_call is not None and takes_steps(name):
@@ -72,7 +68,6 @@ class ExactRun:
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
-        self._block_inputs.clear()
 
     def approximate(
         self,
@@ -89,14 +84,10 @@ class ExactRun:
         states[state.index] = own = LayerCall(state.patched, call, state.grid)
         try:
             own.begin(phase, step, device_of(state.patched.parts, call.given.sample.device), ahead)
-            own.block_input = self._block_inputs.get(state.layer.name)
+            own.block_input = state.block_input
             return again()
         finally:
             states[state.index] = state
-
-    def _keep_block_input(self, layer: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not self._busy:
-            self._block_inputs[layer] = args[0]
 
     def _after(self, find: Callable[[], Any], tell: Callable[..., None], again: Callable[[], Any], output: Any) -> None:
         """Tell of a call of a module that is over, but not of those that are made to measure."""

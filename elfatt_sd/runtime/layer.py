@@ -214,7 +214,7 @@ class PatchedLayer:
     def keep_block_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Forward pre-hook of the normalisation before the layer: keep the block's input until the matching is made."""
         state = self.state
-        if state is not None and state.phase.matches:
+        if state is not None and (state.phase.matches or self.patch.watched):
             state.block_input = inputs[0]
 
 

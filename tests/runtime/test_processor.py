@@ -16,7 +16,6 @@ from torch.nn import functional
 
 import elfatt_sd
 import elfatt_sd.patch as patch_module
-import elfatt_sd.runtime.call as state_module
 from elfatt_sd.attention.merging import find_candidates, match_candidates, split_grid
 from elfatt_sd.attention.ordering import Grid, block_permutation, partition, stratified_samples
 from elfatt_sd.config import METHODS, PatchConfig, Phase
@@ -212,16 +211,6 @@ def test_logits_in_float32_on_request(phase: Phase, seen: Seen) -> None:
         assert attention(torch.randn(2, 256, 16, generator=generator()).half()).dtype == torch.float16
         assert {found for found, _ in seen} == {dtype}
         patch.end()
-
-
-@torch.no_grad()
-def test_both_ratios_of_agent_sd_share_the_similarities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What costs is computed once, although tokens are merged at one ratio and agents at another."""
-    found: list[Any] = []
-    monkeypatch.setattr(state_module, "find_candidates", lambda *given: found.append(given) or find_candidates(*given))
-    layer = Layer(PatchConfig.preset("agent"))
-    assert len(found) == 3  # one for each layer of the finest level
-    assert layer.state.candidates is None, "nothing is kept after the call"
 
 
 @torch.no_grad()
