@@ -155,20 +155,26 @@ def test_the_pipeline_is_as_before(pipe: Any) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         errors(pipe, SPREAD, run=stop)
-    assert torch.equal(measured[0], before)
-    assert torch.equal(draw(pipe), before)
+    assert torch.equal(measured[0], before) and torch.equal(draw(pipe), before)
     assert sum(len(module._forward_pre_hooks) for module in pipe.unet.modules()) == hooks
     assert not elfatt_sd.is_patched(pipe)
 
 
-def test_where_attention_is_exact_there_is_no_error(pipe: Any) -> None:
+def test_each_method_is_compared_where_it_approximates(pipe: Any) -> None:
+    """In its own layers; where its attention is exact, there is no error."""
     late = PatchConfig("late", (Phase(0.5), Phase(1.0, "block", block_size=16)))
     whole = PatchConfig("whole", (Phase(1.0, "block", block_size=256, block_order="spread"),))
-    rows = errors(pipe, late, whole)
+    deeper = PatchConfig("deeper", BLOCKS.phases, levels=2)
+    rows = errors(pipe, late, whole, deeper)
     own = [row for row in rows if row["method"] == "late"]
     assert [row["error"] for row in own if row["step"] == 1] == [0.0] * 3
     assert all(row["error"] > 0 for row in own if row["step"] == 3)
     assert all(row["error"] < 1e-5 for row in rows if row["method"] == "whole"), "one block, in any order"
+    one, two = ({row["layer"] for row in rows if row["method"] == name} for name in ("late", "deeper"))
+    assert len(one) == 3 and one < two
+    config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=4),))
+    with pytest.raises(ElfattError, match=r"residual_steps=4 is not accepted here; errors are those of single steps\."):
+        errors(pipe, config)
 
 
 def test_random_orders_are_drawn_several_times(pipe: Any) -> None:
@@ -181,29 +187,35 @@ def test_random_orders_are_drawn_several_times(pipe: Any) -> None:
         assert row["error"] == pytest.approx(sum(each) / 4)
 
 
-def test_fixed_orders_are_applied_once(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    applied: list[str] = []
+@pytest.fixture
+def applied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The methods that were applied to a layer, and where a run is stopped."""
+    found: list[str] = []
     original = ExactRun.approximate
 
     def counted(run: ExactRun, state: Any, again: Any, phase: Phase, step: int, config: PatchConfig) -> Any:
-        applied.append(config.method)
+        found.append(config.method)
+        if config.method == "stop" and step == 2:
+            raise KeyboardInterrupt
         return original(run, state, again, phase, step, config)
 
     monkeypatch.setattr(ExactRun, "approximate", counted)
+    return found
+
+
+def test_fixed_orders_are_applied_once(pipe: Any, applied: list[str]) -> None:
     random, fixed = (PatchConfig.preset("tome", use_rand=each).renamed(f"tome {each}") for each in (True, False))
     errors(pipe, BLOCKS, SPREAD, random, fixed)
     assert [applied.count(name) for name in ("blocks", "spread", "tome True", "tome False")] == [6, 24, 24, 6]
 
 
-def test_each_method_is_compared_in_its_own_layers(pipe: Any) -> None:
-    deeper = PatchConfig("deeper", BLOCKS.phases, levels=2)
-    rows = errors(pipe, BLOCKS, deeper, at=(1,))
-    one, two = ({row["layer"] for row in rows if row["method"] == name} for name in ("blocks", "deeper"))
-    assert len(one) == 3
-    assert one < two
-    config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=4),))
-    with pytest.raises(ElfattError, match=r"residual_steps=4 is not accepted here; errors are those of single steps\."):
-        errors(pipe, config)
+@pytest.mark.usefixtures("loaded", "applied")
+def test_a_stopped_run_has_the_steps_before() -> None:
+    session = Session()
+    with pytest.raises(KeyboardInterrupt):
+        orders("x", methods=[BLOCKS, SPREAD.renamed("stop")], session=session, **SOME)
+    assert session.results is not None
+    assert {row["step"] for row in session.results["rows"]} == {0}
 
 
 def test_every_order_size_and_attention_is_compared() -> None:
@@ -228,22 +240,6 @@ def test_orders(tmp_path: Path) -> None:
     own = [row["error"] for row in results["rows"] if row["method"] == "blocks"]
     assert lines[2].split(" | ")[1] == f"{sum(own) / len(own):.3f}"
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.usefixtures("loaded")
-def test_a_stopped_run_has_the_steps_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, session = ExactRun.approximate, Session()
-
-    def approximate(run: ExactRun, state: Any, again: Any, phase: Phase, step: int, config: PatchConfig) -> Any:
-        if step == 2:
-            raise KeyboardInterrupt
-        return original(run, state, again, phase, step, config)
-
-    monkeypatch.setattr(ExactRun, "approximate", approximate)
-    with pytest.raises(KeyboardInterrupt):
-        orders("x", methods=[BLOCKS, SPREAD], session=session, **SOME)
-    assert session.results is not None
-    assert {row["step"] for row in session.results["rows"]} == {0}
 
 
 @pytest.mark.usefixtures("flux")
