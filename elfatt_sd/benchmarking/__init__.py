@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from elfatt_sd.attention.ordering import BLOCK_ORDERS, BlockOrder, Grid
 from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import (
+    AUTOTUNED,
     COMPILED,
     FLOOR,
     PEER,
@@ -36,9 +37,8 @@ from elfatt_sd.benchmarking.variants import (
     height_and_width,
     resolve_methods,
     whole,
-    with_autotuned,
-    with_compiled,
     with_exact,
+    with_twins,
 )
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import standard_normal
@@ -46,7 +46,8 @@ from elfatt_sd.drawing.running import dimensions_of, exact_size, look_at, warn_i
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.families.shapes import TRANSFORMERS, call_arguments, empty_transformer, empty_unet
-from elfatt_sd.families.sizes import SHAPE_VAE, SHAPES
+from elfatt_sd.families.sizes import SHAPE_VAE
+from elfatt_sd.families.sizes import SHAPES as SHAPES
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
@@ -352,7 +353,8 @@ def unet(
     chosen = resolve_methods(methods, **settings)
     made = model if isinstance(model, Model) else make_model(model, place, precision, variant)
     lineup = by_phase(fitted_methods(chosen, made.unet, named=methods is not None))
-    lineup = with_compiled(lineup) if compile else with_autotuned(lineup) if autotune else lineup
+    if compile or autotune:
+        lineup = with_twins(lineup, COMPILED if compile else AUTOTUNED)
     lineup = fitting(with_exact(lineup, competitors), made.unet)
     about: dict[str, Any] = {
         "model": model if isinstance(model, str) else "given",

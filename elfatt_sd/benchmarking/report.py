@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -225,13 +224,10 @@ def _conclusion(rows: Sequence[Row], bases: Sequence[str]) -> str:
 
 
 def plot(results: Results, name: str = "") -> Any:
-    """Draw time over tokens for a layer, what a script draws of its own kind, otherwise bars of the speed."""
+    """Draw what a script draws of its own kind, otherwise bars of the speed."""
     need("a plot", "matplotlib")
-    kind, rows, settings = results["kind"], results["rows"], results["settings"]
-    if kind in OTHERS:
-        figure = OTHERS[kind][1](results)
-    else:
-        figure = growth_figure(rows) if kind == "layer" else _speed_figure(results)
+    kind, settings = results["kind"], results["settings"]
+    figure = OTHERS[kind][1](results) if kind in OTHERS else _speed_figure(results)
     if not figure.get_suptitle():
         what = name or settings.get("model") or kind.replace("_", " ")
         about = filter(None, [what, settings.get("dtype"), results["machine"]["device"]])
@@ -300,53 +296,6 @@ def _draw_speeds(axes: Any, rows: Sequence[Row], name: str, base: str) -> None:
     axes.set(title=name, xlabel=f"times as fast as {base}", xlim=(0, 1.18 * greatest))
     axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
     axes.invert_yaxis()
-
-
-def growth_figure(rows: Sequence[Row]) -> Any:
-    """Draw time over tokens, a panel for each part, with one colour and one legend for the methods of all parts.
-
-    A line is the median over the block orders, a band their span. Dashed lines grow as the tokens, below what was
-    measured, and as their square, above it.
-    """
-    from matplotlib.figure import Figure
-
-    panels = list(dict.fromkeys(row["part"] for row in rows))
-    figure = Figure(figsize=(5.2 * len(panels) + 1.8, 4.8), layout="constrained")
-    drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    kinds = list(dict.fromkeys(row["method"].split(",")[0] for row in rows))
-    lines: dict[str, Any] = {}
-    for axes, part in zip(drawn, panels, strict=True):
-        own = [row for row in rows if row["part"] == part]
-        sizes = sorted({row["tokens"] for row in own})
-        first = [row["seconds"] * 1e3 for row in own if row["tokens"] == sizes[0]]
-        for slope, start in ((1, 0.8 * min(first)), (2, 1.25 * max(first))):
-            guide = [start * (size / sizes[0]) ** slope for size in sizes]
-            axes.plot(sizes, guide, linestyle="--", color="0.6", linewidth=0.8, zorder=0)
-        for index, kind in enumerate(kinds):
-            times: dict[int, list[float]] = {}
-            for row in own:
-                if row["method"].split(",")[0] == kind:
-                    times.setdefault(row["tokens"], []).append(row["seconds"] * 1e3)
-            if times:
-                low, middle, high = ([pick(each) for each in times.values()] for pick in (min, statistics.median, max))
-                style = line_style(index)
-                axes.fill_between(list(times), low, high, color=style["color"], alpha=0.25, linewidth=0)
-                lines[kind] = axes.plot(list(times), middle, **style)[0]
-        axes.set(xscale="log", yscale="log", xlabel="tokens", title=part)
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    drawn[0].set_ylabel("milliseconds")
-    figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=8)
-    figure.supxlabel("Bands: all block orders. Dashed: proportional to the tokens, and to their square.", fontsize=8)
-    return figure
-
-
-def line_style(index: int) -> dict[str, Any]:
-    from matplotlib import colormaps
-
-    colour = colormaps["tab20"](2 * index % 20 + index // 10 % 2)
-    return {"color": colour, "marker": "osv^Dx"[index % 6], "markersize": 4}
 
 
 def write_report(path: Path) -> list[Path]:

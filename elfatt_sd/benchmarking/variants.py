@@ -343,18 +343,15 @@ def with_exact(lineup: Lineup, backends: Iterable[Backend]) -> Lineup:
     return lineup
 
 
-def with_autotuned(lineup: Lineup) -> Lineup:
-    """Add an autotuned twin of every patch, and of every row that has one."""
-    return _with_twins(lineup, AUTOTUNED, lambda variant: variant.kind == "patch", autotune=True)
-
-
-def with_compiled(lineup: Lineup) -> Lineup:
-    """Add a compiled twin of every variant but the peers, and of every row that is made of them."""
-    return _with_twins(lineup, COMPILED, lambda variant: not is_peer(variant.kind), compiled=True)
-
-
-def _with_twins(lineup: Lineup, ending: str, chosen: Callable[[Variant], bool], **change: Any) -> Lineup:
-    variants = {name: variant for name, variant in lineup.variants.items() if chosen(variant)}
+def with_twins(lineup: Lineup, ending: str) -> Lineup:
+    """Add twins of variants, and of rows that have one: autotuned ones of patches, compiled ones of all but peers."""
+    tuned = ending == AUTOTUNED
+    variants = {
+        name: variant
+        for name, variant in lineup.variants.items()
+        if (variant.kind == "patch" if tuned else not is_peer(variant.kind))
+    }
+    change: dict[str, Any] = {"autotune" if tuned else "compiled": True}
     twins = {name + ending: dataclasses.replace(variant, **change) for name, variant in variants.items()}
     rows = {row: run for row, run in lineup.runs.items() if any(name in variants for name, _ in run.parts)}
     runs = {}

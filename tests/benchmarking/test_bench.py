@@ -14,6 +14,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from support import checks, tiny_transformers
 from support.checks import QUICK, Work, check_saved
+from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
 
 from elfatt_sd import benchmarking
@@ -23,20 +24,19 @@ from elfatt_sd.benchmarking import Model, _peak, layer, layer_phases, make_pipel
 from elfatt_sd.benchmarking.record import make_rows
 from elfatt_sd.benchmarking.report import markdown, plot
 from elfatt_sd.benchmarking.variants import (
+    AUTOTUNED,
+    COMPILED,
     FLOOR,
     VARIATIONS,
-    Run,
     Variant,
     by_phase,
     fitted_methods,
     patched_layers,
     resolve_methods,
     same_work,
-    single_phases,
     varied,
     whole,
-    with_autotuned,
-    with_compiled,
+    with_twins,
 )
 from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
@@ -340,98 +340,62 @@ def test_copies_have_their_own_second_transformer() -> None:
 # Variants.
 
 
+LATE = PatchConfig("late", (Phase(0.1), Phase(1.0, ratio=0.5)), reuse_steps=4)
+CUT = [
+    varied("elfatt-fast", attention_backend="flash"),
+    varied("tome", reuse_steps=3),  # each n steps of a phase have one matching, made in the first of them
+    varied("elfatt", reuse_steps=4),  # steps 8 and 9 merge as ELFATT
+    LATE,
+    varied("elfatt-fast", residual_steps=4),  # steps 10 and 11 are the rest of a group, which has to begin anew
+    varied("elfatt-fast", reuse_steps=2),  # nothing is merged
+]
+PEERS = [varied("deepcache", cache_interval=2), "deepcache", "tgate", "elfatt-fast", varied("tomesd", ratio=0.7)]
+
+
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("methods", "line_up"),
     [
-        (PatchConfig.preset("sd"), "untouched 50"),
-        (PatchConfig.preset("tome"), "softmax 50"),
-        (PatchConfig.preset("agent"), "agent 20, softmax 30"),
-        (PatchConfig.preset("elfatt"), "elfatt 10, softmax 40"),
-        (PatchConfig("x", (Phase(0.2), Phase(1.0, "block"))), "untouched 10, block 40"),
-        (varied("elfatt-fast", attention_backend="flash"), "exact 10, sampled 40"),
-        # Each n steps of a phase have one matching, made in the first of them; steps 8 and 9 merge as ELFATT.
-        (varied("tome", reuse_steps=3), "softmax 17, softmax of 3 33"),
-        (varied("elfatt", reuse_steps=4), "elfatt 3, elfatt of 4 7, softmax 11, softmax of 4 29"),
-        (
-            PatchConfig("late", (Phase(0.1), Phase(1.0, ratio=0.5)), reuse_steps=4),
-            "untouched 5, softmax 12, softmax of 4 33",
-        ),
-        # Steps 10 and 11 are the rest of a group that shares a difference, which has to begin anew.
-        (varied("elfatt-fast", residual_steps=4), "untouched 10, sampled measures 11, sampled 29"),
+        (None, by_phase),
+        (["sd", "agent", *CUT], by_phase),
+        (["tomesd", "elfatt-fast"], by_phase),
+        (["tomesd", "tome", "sampled"], lambda configs: with_twins(by_phase(configs), AUTOTUNED)),
+        (["tome", "elfatt", "spread"], lambda configs: with_twins(by_phase(configs), COMPILED)),
+        ([PatchConfig.preset("tome", ratio=0.3, max_downsample=2)], by_phase),
+        (PEERS, whole),
     ],
-    ids=lambda value: getattr(value, "method", None),
+    ids=["default", "cut", "tomesd", "autotuned", "compiled", "downsampled", "peers"],
 )
-def test_a_method_is_cut_into_calls(config: PatchConfig, said: str) -> None:
-    """Calls that match, or measure a difference, are told from calls that use it again."""
-    found = []
-    for part, count in single_phases(config):
-        name = "exact" if part.kind == "patch" else part.kind
-        if part.config.phases:
-            name = part.config.phases[0].attention.name
-        kept = f" of {part.config.reuse_steps}" * (part.config.reuse_steps > 1) + " measures" * part.measures
-        found.append(f"{name}{kept} {count}")
-        assert all(phase.until == 1 for phase in part.config.phases)
-    assert ", ".join(found) == said
-
-
-def test_calls_that_keep_something_are_timed_beside_those_that_make_it() -> None:
-    """Where nothing is merged nothing is reused."""
-    lineup = by_phase(resolve_methods(["tome", varied("tome", reuse_steps=2), varied("elfatt-fast", residual_steps=4)]))
-    assert lineup.runs["tome:reuse_steps=2"].parts == (("tome/0", 25), ("tome:reuse_steps=2/1", 25))
-    reusing = lineup.variants["tome:reuse_steps=2/1"]
-    assert reusing.reuses_steps and not lineup.variants["tome/0"].reuses_steps
-    assert reusing.to_dict()["what"].endswith("softmax attention, matching kept for 2 steps")
-    measuring, adding = (lineup.variants[f"elfatt-fast:residual_steps=4/{index}"] for index in (1, 2))
-    assert adding.reuses_steps and not measuring.reuses_steps
-    assert measuring.to_dict()["what"].endswith("corrected in between, a step that is exact")
-    both = varied("elfatt-fast", reuse_steps=2), PatchConfig.preset("elfatt-fast")
-    (reusing, _), (plain, _) = (single_phases(config)[1] for config in both)
-    assert reusing.same_work(plain)
-
-
-def test_lineups(methods: list[PatchConfig]) -> None:
-    """The same work is timed once; compiled twins of all but tomesd, autotuned ones of what is patched."""
-    plain = by_phase(methods)
-    assert list(plain.runs) == NAMES and len(plain.variants) == 7
-    assert plain.runs["elfatt"] == Run((("elfatt/0", 10), ("tome/0", 40)), "floor")
-    assert plain.runs["fast"] == Run((("untouched", 10), ("fast/1", 40)), "floor of 2 levels")
-    lineup = with_compiled(by_phase(methods))
-    twins = {name.removesuffix(", compiled") for name, it in lineup.variants.items() if it.compiled}
-    assert twins == plain.variants.keys() - {"tomesd"}
-    parts = (("untouched, compiled", 10), ("fast/1, compiled", 40))
-    assert lineup.runs["fast, compiled"] == Run(parts, "floor of 2 levels, compiled")
-    assert "tomesd, compiled" not in lineup.runs
-    lineup = with_autotuned(by_phase(methods))
-    twins = {name.removesuffix(", autotuned") for name, it in lineup.variants.items() if it.autotune}
-    assert twins == {"tome/0", "elfatt/0", "fast/1"}
-    assert lineup.runs["fast, autotuned"] == Run((("untouched", 10), ("fast/1, autotuned", 40)), "floor of 2 levels")
-    assert [*lineup.runs][7:] == ["tome, autotuned", "elfatt, autotuned", "fast, autotuned"]
+def test_lineups(methods: Any, line_up: Any, snapshot: SnapshotAssertion) -> None:
+    """Of which calls a method's run is made: of a phase, that match or use a matching again, each kind of work once."""
+    lineup = line_up(resolve_methods(methods))
+    runs = [
+        f"{row}: {', '.join(f'{steps} {name}' for name, steps in run.parts)}; {run.floor}"
+        for row, run in lineup.runs.items()
+    ]
+    assert [*runs, "", *(f"{name} = {each.to_dict()['what']}" for name, each in lineup.variants.items())] == snapshot
 
 
 def test_methods_by_default_and_by_name() -> None:
-    """All presets and the variations, each kind of work once; settings change those that have them."""
+    """All presets and the variations; settings change those that have them."""
     found = resolve_methods(None)
     assert {method for method in METHODS if method != "sd"} <= {config.method for config in found}
     for method, changes in VARIATIONS:
         assert any(same_work(config, varied(method, **changes)) for config in found)
-    assert not any(same_work(one, two) for index, one in enumerate(found) for two in found[:index])
-    assert {"floor", "floor of 2 levels"} <= {run.floor for run in by_phase(found).runs.values()}
-    config = varied("elfatt-fast", block_size=512, levels=2)
-    assert config.method == "elfatt-fast:block_size=512,levels=2"
-    assert same_work(config, PatchConfig.preset("elfatt-fast", block_size=512, levels=2))
-    [config] = resolve_methods(["sampled"])  # an attention alone follows exact steps
-    assert [phase.attention.name for phase in config.phases] == ["softmax", "sampled"]
+    assert varied("elfatt-fast", block_size=512, levels=2).method == "elfatt-fast:block_size=512,levels=2"
     assert varied("sampled", block_size=64).phases[1].block_size == 64
-    with pytest.raises(ElfattError, match="'quick'"):
-        resolve_methods(["quick"])
-    everything = resolve_methods(None, ratio=0.25, seed=3)
-    assert {config.seed for config in everything} == {3}
-    ratios = {config.method: phase.ratio for config in everything for phase in config.phases if phase.ratio}
+    everything = {config.method: config for config in resolve_methods(None, ratio=0.25, seed=3)}
+    assert {config.seed for config in everything.values()} == {3}
+    ratios = {name: phase.ratio for name, config in everything.items() for phase in config.phases if phase.ratio}
     assert ratios["tome"] == ratios["tome:reuse_steps=2"] == 0.25 and {*ratios.values()} == {0.25}
     assert "elfatt:ratio=0" not in ratios
-    assert next(each for each in everything if each.method == "elfatt-fast").with_settings(seed=0) == (
-        PatchConfig.preset("elfatt-fast")
-    )
+    assert everything["elfatt-fast"].with_settings(seed=0) == PatchConfig.preset("elfatt-fast")
+    for refused, says in (
+        (lambda: resolve_methods(["quick"]), "'quick'"),
+        (lambda: varied("deepcache", interval=2), "setting 'interval' of deepcache"),
+        (lambda: by_phase(resolve_methods(PEERS)), "deepcache:cache_interval=2 is timed over a whole run"),
+    ):
+        with pytest.raises(ElfattError, match=says):
+            refused()
 
 
 def test_a_setting_that_a_named_method_has_not_is_told(model: Model) -> None:
@@ -458,42 +422,20 @@ def test_floor_removes_the_layers_that_are_patched(model: Model, levels: int, la
     assert all(mine is theirs for mine, theirs in zip(patched.parameters(), weights, strict=True))
 
 
-def test_tomesd_can_be_asked_for_alone(model: Model) -> None:
-    def arguments(variant: Variant) -> dict[str, Any]:
-        return variant.install(copy_structure(model.unet))._tome_info["args"]
-
-    lineup = by_phase(resolve_methods(["tomesd", "elfatt-fast"]))
-    assert list(lineup.runs)[:3] == ["untouched", "tomesd", "elfatt-fast"]
-    assert lineup.variants["tomesd"].kind == "tomesd" and "tome" not in lineup.runs
-    [_, changed, _] = by_phase([varied("tomesd", ratio=0.7, stride=4, use_rand=False)]).variants.values()
-    assert {"ratio": 0.7, "sx": 4, "sy": 4, "use_rand": False}.items() <= arguments(changed).items()
-    assert list(by_phase(resolve_methods(["tomesd", "tome"])).runs) == ["untouched", "tomesd", "tome", "floor"]
-    deep = by_phase([PatchConfig.preset("tome", ratio=0.3, max_downsample=2)])
-    assert deep.runs["tome"].floor == "floor to 1/2"
-    assert {"ratio": 0.3, "max_downsample": 2}.items() <= arguments(deep.variants["tomesd"]).items()
+def test_tomesd_has_the_settings_of_the_method(model: Model) -> None:
+    for config, expected in (
+        (varied("tomesd", ratio=0.7, stride=4, use_rand=False), {"ratio": 0.7, "sx": 4, "sy": 4, "use_rand": False}),
+        (PatchConfig.preset("tome", ratio=0.3, max_downsample=2), {"ratio": 0.3, "max_downsample": 2}),
+    ):
+        variants = by_phase([config]).variants.values()
+        [peer] = [variant.install(copy_structure(model.unet)) for variant in variants if variant.kind == "tomesd"]
+        assert expected.items() <= peer._tome_info["args"].items()
 
 
-def test_models_of_random_weights_can_be_called(model: Model) -> None:
-    inputs = model.inputs(128, 2)
-    assert inputs["sample"].shape == (2, 4, 16, 16)
-    out = unet_call(model.unet, inputs)()
-    assert out.isfinite().all() and out.std() > 1e-3
-
-
-def test_other_accelerators_are_timed_over_a_whole_run(pipe: Any) -> None:
-    configs = resolve_methods([varied("deepcache", cache_interval=2), "deepcache", "tgate", "elfatt-fast"])
-    lineup = whole(configs)
-    assert lineup.runs["elfatt-fast"].parts == (("elfatt-fast", 50),), "a whole run is one variant"
-    assert list(lineup.runs)[:4] == ["untouched", "deepcache:cache_interval=2", "deepcache", "tgate"]
-    assert [lineup.runs[name].parts[0][0] for name in ("deepcache", "tgate")] == ["deepcache", "tgate"]
-    with pytest.raises(ElfattError, match="deepcache:cache_interval=2 is timed over a whole run"):
-        by_phase(configs)
-    with pytest.raises(ElfattError, match="setting 'interval' of deepcache"):
-        varied("deepcache", interval=2)
-    assert not {name for name in with_compiled(lineup).variants if name.startswith("deepcache") and "compiled" in name}
+def test_another_accelerator_stays_on_its_copy(pipe: Any) -> None:
     pytest.importorskip("DeepCache")
     run = checks.runner(pipe, num_inference_steps=4)
     untouched = run()
     cached = twin(pipe, Variant("deepcache:cache_interval=2"))
     assert not torch.equal(checks.runner(cached, num_inference_steps=4)(), untouched)
-    assert torch.equal(run(), untouched), "it stays on its copy"
+    assert torch.equal(run(), untouched)

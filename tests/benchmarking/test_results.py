@@ -86,56 +86,35 @@ def test_a_stopped_benchmark_has_its_whole_rounds(made: Record) -> None:
     assert sitting["rounds"] == 2 and sitting["started"]
 
 
-def raw(**changes: Any) -> dict[str, Any]:
+def test_rows_add_up_the_parts() -> None:
+    """Times by round, memory of the greatest part, and its growth by image; what was not timed is left out."""
     runs = {
         "untouched": {"parts": [["untouched", 50]], "floor": None},
         "x": {"parts": [["untouched", 10], ["x/1", 40]], "floor": "floor"},
         "floor": {"parts": [["floor", 50]], "floor": None},
     }
-    group = {
+    group: dict[str, Any] = {
         "key": {"size": 512, "batch": 2},
         "times": {"untouched": [5.0, 10.0], "x/1": [2.5, 5.0], "floor": [2.0, 4.0]},
         "peaks": {"untouched": {"2": 7, "4": 11}, "x/1": {"2": 9, "4": 12}},
     }
     named = {name: {"what": f"what {name} is"} for name in group["times"]}
-    return {"runs": runs, "bases": ["untouched"], "groups": [group], "settings": {"variants": named}, **changes}
-
-
-def test_rows_add_up_the_parts() -> None:
-    untouched, x, floor = make_rows(raw())
+    data = {"runs": runs, "bases": ["untouched"], "groups": [group], "settings": {"variants": named}}
+    untouched, x, floor = make_rows(data)
     assert (x["size"], x["batch"], x["rounds"], x["seconds"]) == (512, 2, 2, 4.5)  # 3 and 6 seconds a call
     assert x["speed"]["untouched"]["median"] == pytest.approx(5 / 3)
     assert x["floor"] == {"name": "floor", **dict.fromkeys(("median", "min", "max"), pytest.approx(1.5))}
-    assert untouched["floor"] is None and floor["floor"] is None
+    assert untouched["floor"] is floor["floor"] is None and "parts" not in floor
     exact, own = x["parts"]
     assert (own["variant"], own["steps"], own["what"]) == ("x/1", 40, "what x/1 is")
     assert own["speed"]["untouched"]["median"] == 2
     assert (own["floor"]["median"], exact["floor"]["median"]) == (pytest.approx(1.25), pytest.approx(2.5))
-    assert "parts" not in floor
-
-
-@pytest.mark.parametrize(
-    ("batch", "peaks", "figures"),
-    [
-        (2, None, [(7, 4), (9, 3), (None, None)]),  # from 9 to 12 bytes for one more image, which is two rows
-        (8, None, [(None, 4), (None, 3), (None, None)]),
-        (2, {"untouched": {"2": 7}, "x/1": {"2": None}}, [(7, None), (None, None), (None, None)]),
-    ],
-)
-def test_memory_is_that_of_the_greatest_part_and_grows_by_image(batch: int, peaks: Any, figures: Any) -> None:
-    data = raw()
-    data["groups"][0]["key"]["batch"] = batch
-    data["groups"][0]["peaks"] = peaks or data["groups"][0]["peaks"]
-    assert [(row["peak_bytes"], row["bytes_per_picture"]) for row in make_rows(data)] == figures
-
-
-def test_what_was_not_timed_is_left_out() -> None:
-    data = raw(runs=None, bases=["softmax", "floor"])
-    assert [list(row["speed"]) for row in make_rows(data)] == [["floor"]] * 3
-    data = raw()
-    data["groups"][0]["times"]["floor"] = []
-    assert [row["floor"] for row in make_rows(data)] == [None, None]
-    data["groups"][0]["times"] = {"untouched": [], "x/1": [], "floor": []}
+    memory = [(row["peak_bytes"], row["bytes_per_picture"]) for row in (untouched, x, floor)]
+    assert memory == [(7, 4), (9, 3), (None, None)], "from 9 to 12 bytes for one more image, which is two rows"
+    group["peaks"] = {"untouched": {"2": 7}, "x/1": {"2": None}}
+    group["times"]["floor"] = []
+    assert [(row["peak_bytes"], row["floor"]) for row in make_rows(data)] == [(7, None), (None, None)]
+    group["times"] = {"untouched": [], "x/1": [], "floor": []}
     assert make_rows(data) == []
 
 

