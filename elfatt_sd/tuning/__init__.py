@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import os
+import shutil
 import statistics
 import time
 import warnings
@@ -216,7 +217,7 @@ class Search:
         self.measure.between(drawn, recorded)  # a metric that fails does so at once
         again = self.runs.draw(first)
         if not drawn.same(recorded) and recorded.same(again):
-            self.store.clear()  # the model repeats itself, so that what is kept is of another one
+            shutil.rmtree(self.store.folder, ignore_errors=True)  # the model repeats itself: it is another one
             drawn = self.store.drawn(first, lambda: recorded)
         self.floor = self.measure.between(drawn, again)  # closeness of two untouched images of the same seed
         draw = self.runs.draw_recorded
@@ -230,7 +231,7 @@ class Search:
         """Measure every approximation in every layer, and what a layer's error does to the image."""
         self.stretches = stretches_of(self.calls, max(1, min(STRETCHES, self.calls // LEAST_STEPS)))
         self.runs.stage("measuring layers", 1)
-        figures = self.store.known("layers", self._probe, read_figures)
+        figures = self.store.known("layers", self._probe, LayerFigures.read)
         self.model = Model(figures, self.stretches, share=self.budget.memory is None)
         probed = sum(len(stretch.probed) for stretch in self.stretches)  # steps
         self.layer_calls = {name: own.calls / probed for name, own in figures.items()}
@@ -393,12 +394,15 @@ class Search:
             rival = self._rival(best)
             by_speed = self.budget.closeness is not None  # otherwise the choice comes first
             if rival and (not following or (by_speed and rival.times >= self._times(following))):
-                proof = self._prove(rival.name, fitted(rival.config, find_denoisers(self.runs.pipe)), None)
+                config = fitted(rival.config, find_denoisers(self.runs.pipe))
+                proof = self.judge.prove(rival.name, config, None)
             elif following is not None and (best is None or self._times(following) > best.point.times):
-                proof = self._prove("tuned", self.model.config(following), following.psnr)
-                following = self._corrected(following, proof)
+                proof = self.judge.prove("tuned", self.model.config(following), following.psnr)
             else:
                 break
+            self.points.append(proof.point)
+            if following is not None and proof.point.predicted is not None:
+                following = self._corrected(following, proof)
             if self.judge.holds(proof) and (best is None or self.judge.betters(proof.point, best.point)):
                 best = proof
         if best is not None and best.point.times >= WORTH:
@@ -419,15 +423,3 @@ class Search:
             if each.name not in proved and each.times >= WORTH and (rival is None or self.judge.betters(each, rival)):
                 rival = each
         return None if rival is found else rival
-
-    def _prove(self, name: str, config: PatchConfig, predicted: float | None) -> Proof:
-        proof = self.judge.prove(name, config, predicted)
-        self.points.append(proof.point)
-        return proof
-
-
-def read_figures(data: Mapping[str, Any]) -> dict[str, LayerFigures]:
-    """Return what was measured in each layer, from plain data."""
-    if not data:
-        raise LookupError("no layer was measured")
-    return {name: LayerFigures.from_dict(own) for name, own in data.items()}

@@ -117,10 +117,6 @@ class Guidance(NamedTuple):
     # Other numbers, or no scale, leave all rows as they are.
     copies: int = 1
 
-    @property
-    def joins(self) -> bool:
-        return self.copies == 2 and self.scale is not None
-
     def rows(self, output: Any) -> Rows:
         """Return what was given; an error that both rows have counts once, that of one by the square of its factor."""
         parts = [each.detach().float() for each in _tensors(output)]
@@ -168,14 +164,17 @@ class LayerFigures:
         return {**own, "bases": bases, "lost": sorted(self.lost), "fresh": sorted(self.fresh)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` gave."""
-        plain = {name: data[name] for name in ("seconds", "calls", "copies")}
-        figures = cls([*map(Phase.from_dict, data["bases"])], {*data["lost"]}, {*data["fresh"]}, **plain)
-        for name in ("ratios", "plain", "shared", "guided", "effects"):
-            pairs = ((tuple(key) if isinstance(key, list) else key, values) for key, values in data[name])
-            getattr(figures, name).update(pairs)
-        return figures
+    def read(cls, data: Mapping[str, Any]) -> dict[str, Self]:
+        """Read what `to_dict` gave, by layer."""
+        found = {}
+        for layer, own in data.items():
+            plain = {name: own[name] for name in ("seconds", "calls", "copies")}
+            figures = cls([*map(Phase.from_dict, own["bases"])], {*own["lost"]}, {*own["fresh"]}, **plain)
+            for name in ("ratios", "plain", "shared", "guided", "effects"):
+                pairs = ((tuple(key) if isinstance(key, list) else key, values) for key, values in own[name])
+                getattr(figures, name).update(pairs)
+            found[layer] = figures
+        return found
 
     def error(self, stretch: int, base: int, since: int = 0, *, guided: bool = False) -> float:
         """Return the mean squared relative error of an approximation in a stretch."""
@@ -268,7 +267,7 @@ class Probe:
             self.figures[name] = LayerFigures(bases(state.grid.tokens, self._denoisers, dtype))
         figures = self.figures[name]
         figures.calls += 1
-        figures.copies = guidance.copies if guidance.joins else 1
+        figures.copies = 1 if exact.given is None else guidance.copies
         if place[1] == 0 or not figures.seconds:
             figures.seconds.append(timed(again, exact.joined.device))
         self._share(figures, (name, turn, REUSED), place, Rows(exact.joined, None), size)

@@ -8,7 +8,6 @@ import hashlib
 import io
 import itertools
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -195,9 +194,6 @@ class Store:
         """Return the untouched image of a sample, in the same way."""
         return self.known(f"image-{short_hash(sample)}", lambda: make().to_dict(), Drawn.from_dict)
 
-    def clear(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-
 
 def short_hash(data: Any, digits: int = 20) -> str:
     """Return a hash of plain data; of other values, it takes their text."""
@@ -233,7 +229,8 @@ class Runs:
         self._stage = name, self._steps_done, images
 
     def draw(self, sample: Sample, config: PatchConfig | None = None) -> Drawn:
-        return _kept(self._shot(sample, config))
+        shot = self._shot(sample, config)
+        return Drawn(shot.frames, shot.seconds, shot.peak)
 
     def draw_recorded(self, sample: Sample) -> Drawn:
         """Draw one image untouched, and keep what the denoiser gives for `draw_from`."""
@@ -241,7 +238,7 @@ class Runs:
         with playback.recording():
             shot = self._shot(sample, None, playback.end_step)
         self._recorded[sample] = playback, shot.pixels
-        return _kept(shot)
+        return Drawn(shot.frames, shot.seconds, shot.peak)
 
     def draw_from(self, step: int, sample: Sample, config: PatchConfig | None) -> Shot:
         """Draw an image with a patch that is exact before a step; what is known until then is not computed.
@@ -303,7 +300,3 @@ class Runs:
         if shot.fault:
             raise ElfattError(f"the image of {sample.prompt!r}, seed {sample.seed}, {shot.fault}.")
         return shot
-
-
-def _kept(shot: Shot) -> Drawn:
-    return Drawn(shot.frames, shot.seconds, shot.peak)

@@ -280,7 +280,6 @@ def test_rows_are_joined_as_guidance_does() -> None:
     output = SimpleNamespace(sample=(BOTH, None, BOTH[:, :1].half()))
     assert guidance.rows(output).joined.shape == (6 + 3,)
     for other in (Guidance(), Guidance(3.0, 1), Guidance(None, 2), Guidance(3.0, 3)):  # all rows stay as they are
-        assert not other.joins
         assert torch.equal(other.rows(BOTH).joined, BOTH.flatten()) and other.rows(BOTH).given is None
 
 

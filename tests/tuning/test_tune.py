@@ -28,7 +28,7 @@ from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.families import find_layers
 from elfatt_sd.patch import current_config
 from elfatt_sd.phases import Phase
-from elfatt_sd.tuning import Model, Search, read_figures, tune
+from elfatt_sd.tuning import Model, Search, tune
 from elfatt_sd.tuning.probe import LayerFigures, Probe
 from elfatt_sd.tuning.proof import Judge
 from elfatt_sd.tuning.runs import Drawn, Runs, Sample, Settings, Store
@@ -511,13 +511,13 @@ def test_a_denoiser_that_was_compiled_in_place_is_left_alone(pipe: Any, runs: Ru
 def test_what_is_damaged_is_measured_again(own_cache: Path) -> None:
     image = Drawn((Image.new("RGB", (8, 8), "red"),), 1.5)
     figures = {"layer": LayerFigures([Phase(1.0, "sampled")], seconds=[0.5], calls=3)}
-    for content in (b"", b"null", b"{}", b'{"a": 1}', b'{"a": {"bases": [{}]}}', b'{"frames": ["AA"]}', b"\xff\xfe"):
+    for content in (b"", b"null", b'{"a": 1}', b'{"a": {"bases": [{}]}}', b'{"frames": ["AA"]}', b"\xff\xfe"):
         store = Store({"a": str(content)})
         assert store.drawn(SAMPLE, lambda: image).same(image)
         [kept] = store.folder.glob("image-*.json")
         for path in (kept, store.folder / "layers.json", store.folder / "stretch.json"):
             path.write_bytes(content)
-        assert store.known("layers", lambda: {"layer": figures["layer"].to_dict()}, read_figures) == figures
+        assert store.known("layers", lambda: {"layer": figures["layer"].to_dict()}, LayerFigures.read) == figures
         assert store.known("stretch", lambda: 2.5, float) == 2.5
         assert store.known("stretch", lambda: 7.0, float) == 2.5, "it was not kept"
         assert store.drawn(SAMPLE, lambda: image).same(image)
