@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.benchmarking.models import Model, unet_call
+from elfatt_sd.benchmarking import Model, unet_call
 from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import UNPATCHED, Variant, by_phase, fitted_methods, resolve_methods
 from elfatt_sd.config import PatchConfig

@@ -12,8 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
-from elfatt_sd.benchmarking import units_of
-from elfatt_sd.benchmarking.models import Model, unet_call
+from elfatt_sd.benchmarking import Model, unet_call, units_of
 from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import FLOOR, by_phase, fitted_methods, fitting, resolve_methods, with_exact
 from elfatt_sd.config import PatchConfig

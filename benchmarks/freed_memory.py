@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from elfatt_sd.benchmarking.models import make_model, unet_call
+from elfatt_sd.benchmarking import make_model, unet_call
 from elfatt_sd.benchmarking.record import Record, Session
 from elfatt_sd.benchmarking.report import markdown, save
 from elfatt_sd.benchmarking.variants import KEPT, UNTOUCHED, Variant, single_phases

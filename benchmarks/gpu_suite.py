@@ -41,8 +41,7 @@ from benchmarks.graphs import graphed_call
 from benchmarks.growth import growth
 from benchmarks.merging import merging
 from elfatt_sd.attention.softmax import make_ready, softmax_attention
-from elfatt_sd.benchmarking import unet
-from elfatt_sd.benchmarking.models import Model, fill, make_model, random_unet
+from elfatt_sd.benchmarking import Model, fill, make_model, random_unet, unet
 from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.report import markdown
 from elfatt_sd.devices import describe_machine, synchronize

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from elfatt_sd.benchmarking.models import unet_call
+from elfatt_sd.benchmarking import unet_call
 from elfatt_sd.benchmarking.variants import Variant, forget_matchings, forget_residuals, patched_layers
 from elfatt_sd.devices import synchronize
 from elfatt_sd.measure import Call

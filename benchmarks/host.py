@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import common
+from elfatt_sd import benchmarking
 from elfatt_sd.attention.ordering import Grid
-from elfatt_sd.benchmarking import models
 from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import (
     PEER,
@@ -82,7 +82,7 @@ class Calls:
     """
 
     def __init__(self, model: str, size: Size, batch: int, steps: int) -> None:
-        self.unet: Any = empty_unet(models.SHAPES[model]).eval()
+        self.unet: Any = empty_unet(benchmarking.SHAPES[model]).eval()
         grid = Grid.image(*(side // SCALE for side in height_and_width(size)))
         empty = functools.partial(torch.empty, dtype=torch.float32, device="meta")
         self._given = call_arguments(self.unet, grid, batch, empty)

@@ -17,8 +17,6 @@ from elfatt_sd.benchmarking.report import (
     OTHERS,
     clock,
     draw,
-    growth_figure,
-    line_style,
     markdown,
     no_results,
     part_file,
@@ -37,6 +35,53 @@ from elfatt_sd.files import link, write_file
 MOST_COLUMNS = 10  # of a table of errors: where there are more steps and layers, they are lines
 MOST_MAPS = 9  # of layers and steps in one plot
 _LARGE = 12  # points, readable where the plot is 400 pixels wide
+
+
+def growth_figure(rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Draw time over tokens, a panel for each part, with one colour and one legend for the methods of all parts.
+
+    A line is the median over the block orders, a band their span. Dashed lines grow as the tokens, below what was
+    measured, and as their square, above it.
+    """
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys(row["part"] for row in rows))
+    figure = Figure(figsize=(5.2 * len(panels) + 1.8, 4.8), layout="constrained")
+    drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    kinds = list(dict.fromkeys(row["method"].split(",")[0] for row in rows))
+    lines: dict[str, Any] = {}
+    for axes, part in zip(drawn, panels, strict=True):
+        own = [row for row in rows if row["part"] == part]
+        sizes = sorted({row["tokens"] for row in own})
+        first = [row["seconds"] * 1e3 for row in own if row["tokens"] == sizes[0]]
+        for slope, start in ((1, 0.8 * min(first)), (2, 1.25 * max(first))):
+            guide = [start * (size / sizes[0]) ** slope for size in sizes]
+            axes.plot(sizes, guide, linestyle="--", color="0.6", linewidth=0.8, zorder=0)
+        for index, kind in enumerate(kinds):
+            times: dict[int, list[float]] = {}
+            for row in own:
+                if row["method"].split(",")[0] == kind:
+                    times.setdefault(row["tokens"], []).append(row["seconds"] * 1e3)
+            if times:
+                low, middle, high = ([pick(each) for each in times.values()] for pick in (min, statistics.median, max))
+                style = line_style(index)
+                axes.fill_between(list(times), low, high, color=style["color"], alpha=0.25, linewidth=0)
+                lines[kind] = axes.plot(list(times), middle, **style)[0]
+        axes.set(xscale="log", yscale="log", xlabel="tokens", title=part)
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    drawn[0].set_ylabel("milliseconds")
+    figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=8)
+    figure.supxlabel("Bands: all block orders. Dashed: proportional to the tokens, and to their square.", fontsize=8)
+    return figure
+
+
+def line_style(index: int) -> dict[str, Any]:
+    from matplotlib import colormaps
+
+    colour = colormaps["tab20"](2 * index % 20 + index // 10 % 2)
+    return {"color": colour, "marker": "osv^Dx"[index % 6], "markersize": 4}
 
 
 def host_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:

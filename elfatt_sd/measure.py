@@ -89,18 +89,13 @@ class Comparison:
         self.times |= {name: [] for name in self.names}
         self._done, self._total = 0, self.rounds * len(self.names)
 
-    def warm_up(
-        self, take: Callable[[Turn], float] | None = None, names: Iterable[str] | None = None
-    ) -> dict[str, float]:
-        """Run things once without counting it, in other ways or others in their place; return the seconds of each."""
-        chosen, seconds = list(self.names if names is None else names), {}
-        self._total += len(chosen)
-        lose, round_before = None if self.lose is None else self._lost, -len(chosen)  # in which the first one begins
-        for turns in interleave(chosen, take or self.take, [round_before] * bool(chosen), lose=lose):
-            for turn, taken in turns:
-                seconds[turn.name] = taken
-                self._count()
-        return seconds
+    def warm_up(self, take: Callable[[Turn], float] | None = None) -> None:
+        """Run every thing once without counting it, perhaps in another way."""
+        self._total += len(self.names)
+        lose, round_before = None if self.lose is None else self._lost, -len(self.names)  # the first one begins
+        rounds = interleave([*self.names], take or self.take, [round_before] * bool(self.names), lose=lose)
+        for _ in itertools.chain.from_iterable(rounds):
+            self._count()
 
     def run(self, seconds: float = math.inf) -> None:
         """Run the rounds that count; none starts past these seconds, once there is one."""
@@ -116,9 +111,6 @@ class Comparison:
         for name in self.names:
             del self.times[name][whole:]
 
-    def speed(self, name: str, base: str) -> Spread:
-        return Spread.over(ratios(self.times[base], self.times[name]))
-
     def busy(self) -> str:
         return busy(times for times in self.times.values() if times)
 
@@ -127,10 +119,8 @@ class Comparison:
         self.tell(self._done, self._total)
 
     def _lost(self, turn: Turn, error: Exception) -> None:
-        """Leave out what failed as it warmed up; what only stood in for it is not among the things."""
-        if self.lose is None or turn.name not in self.names:
-            raise error
-        self.lose(turn.name, error)
+        if self.lose is not None:
+            self.lose(turn.name, error)
         self.names.remove(turn.name)
         self._total -= self.rounds
         self._count()

@@ -12,15 +12,16 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elfatt_sd.attention.ordering import BLOCK_ORDERS, BlockOrder, Grid
-from elfatt_sd.benchmarking.models import Model, fill, make_model, make_pipeline, unet_call
 from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import (
+    AUTOTUNED,
     COMPILED,
     FLOOR,
     PEER,
@@ -36,16 +37,19 @@ from elfatt_sd.benchmarking.variants import (
     height_and_width,
     resolve_methods,
     whole,
-    with_autotuned,
-    with_compiled,
     with_exact,
+    with_twins,
 )
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.drawing.running import dimensions_of, exact_size, look_at, warn_if_too_large
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.families import SelfAttention, copy_structure, main_denoiser, step_denoisers
-from elfatt_sd.loading import pick_device, pick_dtype
+from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
+from elfatt_sd.families.shapes import TRANSFORMERS, call_arguments, empty_transformer, empty_unet
+from elfatt_sd.families.sizes import SHAPE_VAE
+from elfatt_sd.families.sizes import SHAPES as SHAPES
+from elfatt_sd.families.unet import SCALE
+from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
 from elfatt_sd.methods import AttentionName, Blocks, Draws, Softmax, attentions, is_own
 from elfatt_sd.phases import EXACT, Backend, Phase
@@ -59,6 +63,118 @@ CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5
 AGENTS = 64
 ORDERS = [order for order in BLOCK_ORDERS if order != "sequence"]  # without merging, that is `raster`
 _PEER = f"{PEER} 0.5"
+VAE: dict[str, Any] = {
+    **SHAPE_VAE,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 2,
+    "force_upcast": False,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A denoiser and what its inputs look like."""
+
+    unet: nn.Module  # the denoiser, a UNet or a transformer of a known family
+    scale: int  # pixels of the image to one of the latent, on each side
+    # where copies that share its weights are kept, by what was made of them, for benchmarks that follow; None makes
+    # them for each
+    copies: dict[Any, Any] | None = None
+
+    def inputs(self, size: Size, batch: int) -> dict[str, Any]:
+        """Return the keyword arguments of a UNet call for images of `size` pixels."""
+        height, width = height_and_width(size)
+        parameter = next(self.unet.parameters())
+        generator = torch.Generator().manual_seed(0)
+
+        def noise(*shape: int) -> Tensor:
+            return standard_normal(shape, generator).to(parameter)
+
+        module = unwrap(self.unet)
+        family = family_of(module)
+        latent = Grid(family.latent(module).frames, height // self.scale, width // self.scale)
+        return call_arguments(module, family.grid(module, latent), batch, noise)
+
+
+def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return a function that calls a denoiser, without gradients; its sample by position, as tomesd wants it."""
+    (_, sample), *others = inputs.items()
+
+    def call() -> Any:
+        with torch.inference_mode():
+            return unet(sample, **dict(others)).sample
+
+    return call
+
+
+def make_model(name: str, device: torch.device, dtype: torch.dtype, variant: str | None = None) -> Model:
+    """Build a model of a known shape with random weights, or take a pipeline's (`toy`, a path, a hub id).
+
+    Of a transformer, a few blocks are built: the whole of one fits few machines, and its blocks are alike.
+    """
+    if name in TRANSFORMERS:
+        shape = TRANSFORMERS[name]
+        return Model(fill(empty_transformer(shape, few=True), device, dtype).eval(), shape.scale)
+    if name in SHAPES:
+        return Model(random_unet(SHAPES[name], device, dtype), SCALE)
+    pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
+    return Model(main_denoiser(pipe), dimensions_of(pipe).factor)
+
+
+def make_pipeline(
+    name: str, device: torch.device, dtype: torch.dtype, batch: int, variant: str | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Return a pipeline and its inputs; one with random weights is given embeddings."""
+    if name in TRANSFORMERS:
+        raise ElfattError(f"model={name!r} has no pipeline here; time a call of it with elfatt-sd bench denoiser.")
+    if name not in SHAPES:
+        pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
+        return pipe, {"prompt": ["a red circle"] * batch}
+    import diffusers
+
+    library: Any = diffusers
+    with torch.device("meta"):
+        vae = library.AutoencoderKL(**VAE)
+    model = make_model(name, device, dtype)
+    parts = {
+        "unet": model.unet,
+        "vae": fill(vae, device, dtype).eval(),
+        "scheduler": library.DDIMScheduler(steps_offset=1, clip_sample=False),
+        "text_encoder": None,
+        "tokenizer": None,
+    }
+    example = model.inputs(8 * model.scale, batch)
+    text = example["encoder_hidden_states"]
+    inputs = {"prompt_embeds": text, "negative_prompt_embeds": torch.zeros_like(text)}
+    if name == "sd15":
+        unused = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+        return library.StableDiffusionPipeline(**parts, **unused), inputs
+    pooled = example["added_cond_kwargs"]["text_embeds"]
+    inputs |= {"pooled_prompt_embeds": pooled, "negative_pooled_prompt_embeds": torch.zeros_like(pooled)}
+    return library.StableDiffusionXLPipeline(**parts, text_encoder_2=None, tokenizer_2=None), inputs
+
+
+def random_unet(shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Build a UNet whose weights are drawn on the device, without a copy in float32."""
+    made: nn.Module = fill(empty_unet(shape), device, dtype).eval()
+    return made
+
+
+def fill(module: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Draw the weights of a module on the meta device: uniform by fan-in, norms 1, biases 0."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    module = module.to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.ndim > 1:
+                bound = parameter[0].numel() ** -0.5
+                parameter.uniform_(-bound, bound, generator=generator)
+            else:
+                parameter.fill_(float(name.endswith("weight")))
+    return module.requires_grad_(False)
 
 
 def layer(
@@ -87,30 +203,24 @@ def layer(
     record = Record(session, kind, place, settings, bases=[Softmax.name, _PEER])
     parts = {"attention": _attention_calls, "layer": _layer_calls}
     each = repeats + memory  # calls of a variant
-    smallest = min(sides.values())
-    variants = sum(len(make(smallest, batch, block_size, place, precision)) for make in parts.values())
+    variants = sum(len(make(min(sides.values()), batch, block_size, place, precision)) for make in parts.values())
     record.announce(len(sides) * variants * each)
     for (count, side), part in itertools.product(sides.items(), parts):
-        before = [row for row in record.results["rows"] if row["part"] == part and row["tokens"] < count]
-        calls = parts[part](side, batch, block_size, place, precision)
+        calls = without_gradients(parts[part](side, batch, block_size, place, precision))
         key = {"tokens": count, "batch": batch, "part": part}
-        kept = dict(calls)
-        for name in (
-            calls if before and math.isfinite(max_seconds) else ()
-        ):  # its time is expected from the last size, as if its cost were quadratic
-            own = [row["seconds"] * (count / row["tokens"]) ** 2 for row in before if row["method"] == name]
-            if not own or own[-1] > max_seconds:
-                del kept[name]
-        record.announce((len(kept) - len(calls)) * each)
-        if left := [name for name in calls if name not in kept]:
-            which = f"{count} tokens, {part}: {', '.join(left)}"
+        # A call's time is expected from that of the last size, as if its cost were quadratic.
+        smaller = [row for row in record.results["rows"] if row["part"] == part and row["tokens"] < count]
+        expected = {row["method"]: row["seconds"] * (count / row["tokens"]) ** 2 for row in smaller}
+        if slow := [name for name in calls if expected and expected.get(name, math.inf) > max_seconds]:
             warnings.warn(
-                f"elfatt-sd: {which} left out, as a call may take more than max_seconds={max_seconds:g}.", stacklevel=2
+                f"elfatt-sd: {count} tokens, {part}: {', '.join(slow)} left out, as a call may take more than "
+                f"max_seconds={max_seconds:g}.",
+                stacklevel=2,
             )
-        if not kept:
-            continue
-        calls = without_gradients(kept)
-        record.time(key, calls, repeats)
+            record.announce(-len(slow) * each)
+            calls = {name: call for name, call in calls.items() if name not in slow}
+        if calls:
+            record.time(key, calls, repeats)
         for name in calls if memory else ():
             record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
     return record.results
@@ -185,21 +295,19 @@ def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, d
         merge, unmerge = tomesd_matching(block_input, side, 0.5, 2)
         return unmerge(attention(merge(x)))
 
+    def step(patched: StandaloneLayer) -> Tensor:  # what a layer costs in a denoising step: draw, then attend
+        patched.begin(Position(0, 1), (batch, 4, side, side), block_input)
+        return patched(x)
+
     calls: dict[str, Call] = {Softmax.name: functools.partial(attention, x), _PEER: merged_by_peer}
     for name, phase in layer_phases(block_size).items():
-        patched = StandaloneLayer(SelfAttention("layer", attention, None, 1), PatchConfig(phases=(phase,)))
-        calls[name] = functools.partial(_step, patched, x, block_input, side)
+        own = StandaloneLayer(SelfAttention("layer", attention, None, 1), PatchConfig(phases=(phase,)))
+        calls[name] = functools.partial(step, own)
     return calls
 
 
 def channels_first(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
-
-
-def _step(patched: StandaloneLayer, x: Tensor, block_input: Tensor, side: int) -> Tensor:
-    """Do what a layer costs in a denoising step: draw, then attend."""
-    patched.begin(Position(0, 1), (x.shape[0], 4, side, side), block_input)
-    return patched(x)
 
 
 def tomesd_matching(metric: Tensor, side: int, ratio: float, stride: int) -> tuple[Move, Move]:
@@ -235,15 +343,14 @@ def unet(
     **settings: Any,
 ) -> Results:
     """Time one UNet call in every phase of every method, and add them up over a run of 50 steps."""
-    if compile and autotune:
-        raise ElfattError("autotune=True is not accepted with compile=True; compiled layers cannot be measured.")
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     batches = (batch, 2 * batch) if memory is None else memory
     chosen = resolve_methods(methods, **settings)
     made = model if isinstance(model, Model) else make_model(model, place, precision, variant)
     lineup = by_phase(fitted_methods(chosen, made.unet, named=methods is not None))
-    lineup = with_compiled(lineup) if compile else with_autotuned(lineup) if autotune else lineup
+    if compile or autotune:
+        lineup = with_twins(lineup, COMPILED if compile else AUTOTUNED)
     lineup = fitting(with_exact(lineup, competitors), made.unet)
     about: dict[str, Any] = {
         "model": model if isinstance(model, str) else "given",
@@ -268,10 +375,7 @@ def unet(
             name: graphed(unit, inputs, lineup.variants[name]) if graphed else unet_call(unit, inputs)
             for name, unit in units.items()
         }
-        small = made.inputs(min(*height_and_width(key["size"]), made.least_size), batch)
-        shrinks = place.type == "cpu" and not (session and session.keep_going)  # then what fails is told by its name
-        warm_up = _warm_up(units, lineup.variants, calls, small) if shrinks else None
-        record.time(key, calls, repeats, seconds=seconds, warm_up=warm_up)
+        record.time(key, calls, repeats, seconds=seconds)
     with little_garbage():
         for key, name, rows in itertools.product(keys, measured, batches):
             call = unet_call(units[name], made.inputs(key["size"], rows))
@@ -301,18 +405,6 @@ def units_of(made: Model, variants: Mapping[str, Variant], lose: Callable[[str, 
     return {
         name: torch.compile(unit, dynamic=False) if variants[name].compiled else unit for name, unit in units.items()
     }
-
-
-def _warm_up(
-    units: Mapping[str, Any], variants: Mapping[str, Variant], calls: Mapping[str, Call], small: Mapping[str, Any]
-) -> dict[str, Call]:
-    """On a CPU, warm every variant up with a small image; what depends on the size, the cheapest one warms up."""
-    cheapest = [name for name, variant in variants.items() if variant.kind in (UNPATCHED, FLOOR)][-1]
-    prepared = {name for name, variant in variants.items() if variant.compiled or variant.autotune}
-    reusing = {name for name, variant in variants.items() if variant.reuses_steps}
-    full = {name: call for name, call in calls.items() if name in {cheapest, *prepared, *reusing}}
-    shrunk = {f"{name}, small": unet_call(unit, small) for name, unit in units.items() if name not in prepared}
-    return {**shrunk, **full}
 
 
 def _peak(unet: Any, call: Call, variant: Variant, device: torch.device) -> int | None:

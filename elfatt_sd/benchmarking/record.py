@@ -20,7 +20,7 @@ from elfatt_sd.progress import Progress
 
 Results = dict[str, Any]
 Times = Mapping[str, Sequence[float]]
-QUICK = 1.0  # seconds of a call up to which every call is warmed up as it is
+QUICK = 1.0  # seconds of a call on a GPU below which several calls are timed together
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Record:
         seconds: float = math.inf,
         warm_up: Mapping[str, Call] | None = None,
     ) -> None:
-        """Time calls interleaved after a warm-up, by them or others in their place, and keep each whole round."""
+        """Time calls interleaved, and keep each whole round; they are warmed up, or what is given does so for them."""
         group, bystanders, started, before = self.group(key), Bystanders(), now(), self._done
         warm, repeated = calls if warm_up is None else warm_up, dict[str, int]()
         self._ahead = max(0, self._ahead - repeats * len(calls))
@@ -77,19 +77,15 @@ class Record:
 
         def warm_one(turn: Turn) -> float:
             taken = timed(warm[turn.name], self._device)
-            if self._device.type != "cpu" and turn.name in calls and taken < QUICK:
+            if self._device.type != "cpu" and taken < QUICK:
                 repeated[turn.name] = max(1, min(20, round(0.1 / timed(warm[turn.name], self._device))))
             return taken
 
         lose = functools.partial(self.lose, key)
         compared = Comparison([*calls], take, repeats, tell, lose, group["times"])
-        tell(0, repeats * len(calls) + len(warm))
+        tell(0, (repeats + 1) * len(calls))
         try:
-            lasted = compared.warm_up(warm_one, warm)
-            if any(lasted.get(name, QUICK) < QUICK for name in calls):
-                for name in calls:
-                    if name not in warm:
-                        calls[name]()
+            compared.warm_up(warm_one)
             compared.run(seconds)
         finally:  # also when it is stopped
             compared.drop_unfinished_round()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,33 +81,32 @@ def speed_table(results: Results) -> str:
         keys = [key for key in KEYS if len(values[key]) > 1]
         shared = title({key: rows[0][key] for key in KEYS if len(values[key]) == 1 and key in rows[0]})
         columns = _columns(rows, results["bases"], lambda ratio: spread(ratio, 3))
-        lines = [f"{shared[:1].upper()}{shared[1:]}:", ""] * bool(shared)
-        lines += table_lines([[*keys, "method", *columns]])
+        cells = [[*keys, "method", *columns]]
         for row in rows:
             for each in (row, *parts(row, indent="&nbsp; ")):
-                cells = (cell(each) for cell in columns.values())
-                lines.append(_line([*(str(row.get(key, "")) for key in keys), each["method"], *cells]))
+                figures = (cell(each) for cell in columns.values())
+                cells.append([*(str(row.get(key, "")) for key in keys), each["method"], *figures])
+        lines = [*[f"{shared[:1].upper()}{shared[1:]}:", ""] * bool(shared), *table_lines(cells)]
     if named := legend({row["method"] for row in rows}):
         lines += ["", named]
     if noisy := [row["method"] for row in rows if any(map(beats_its_floor, (row, *row.get("parts", ()))))]:
         named = ", ".join(f"`{name}`" for name in dict.fromkeys(noisy))
         lines += ["", f"Faster than its floor, which is noise (repeat with more rounds): {named}."]
-    return "".join(f"{line}\n" for line in [*lines, *(each for line in lost(results) for each in ("", line))])
+    return _with_lost(lines, results)
 
 
 def table_of(cells: Sequence[Sequence[str]], results: Results) -> str:
     """Return cells as a Markdown table, its head first, and what was lost below it."""
-    lines = [*table_lines(cells), *(each for line in lost(results) for each in ("", line))]
-    return "".join(f"{line}\n" for line in lines)
+    return _with_lost(table_lines(cells), results)
 
 
 def table_lines(cells: Sequence[Sequence[str]]) -> list[str]:
-    head, *others = cells
-    return [_line(head), "|" + "---|" * len(head), *map(_line, others)]
+    head, *others = (f"| {' | '.join(row)} |" for row in cells)
+    return [head, "|" + "---|" * len(cells[0]), *others]
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _with_lost(lines: Sequence[str], results: Results) -> str:
+    return "".join(f"{line}\n" for line in [*lines, *(each for line in lost(results) for each in ("", line))])
 
 
 def _columns(
@@ -202,44 +200,34 @@ def show(results: Results, console: Console) -> None:
 
 def conclude(results: Results) -> list[str]:
     named = list(groups(results["rows"]).items())[-MOST_GROUPS:]
-    return [f"{name}: {' '.join(_sentences(rows, results['bases']))}" for name, rows in named]
+    return [f"{name}: {_conclusion(rows, results['bases'])}" for name, rows in named]
 
 
-def _sentences(rows: Sequence[Row], bases: Sequence[str]) -> Iterator[str]:
+def _conclusion(rows: Sequence[Row], bases: Sequence[str]) -> str:
     base = next((base for base in bases if any(base in row["speed"] for row in rows)), None)
     ours = [row for row in rows if row["method"] not in bases and not is_reference(row["method"])]
     if base is None or not ours:
-        yield "nothing was timed that could be compared."
-        return
+        return "nothing was timed that could be compared."
     best = max(ours, key=lambda row: row["speed"][base]["median"])
-    ratio, rounds = best["speed"][base], best["rounds"]
-    least = "" if ratio["min"] == ratio["max"] else f" ({ratio['min']:.2f} to {ratio['max']:.2f} in {rounds} rounds)"
-    if ratio["median"] > 1:
-        yield f"{best['method']} is fastest, {ratio['median']:.2f} times as fast as {base}{least}."
-    else:
-        yield f"no method is faster than {base}; the best is {best['method']}, {ratio['median']:.2f} times{least}."
+    said = f"{best['method']} is fastest, {spread(best['speed'][base])} times as fast as {base}."
+    if best["speed"][base]["median"] <= 1:
+        said = f"no method is faster than {base}; the best is {best['method']}, {spread(best['speed'][base])} times."
     if beats_its_floor(best):
-        yield "That is faster than its floor, so it is noise: repeat with more rounds."
-    elif rounds == 1:
-        yield "One round tells little: repeat with more rounds."
+        said += " That is faster than its floor, so it is noise: repeat with more rounds."
     speeds = {}
     for row in ours:
         compiled = base + COMPILED * row["method"].endswith(COMPILED)
         speeds[row["method"]] = row["speed"].get(compiled) or row["speed"][base]
-    if losers := [f"{name} {spread(speed)}" for name, speed in speeds.items() if speed["median"] <= 1]:
-        yield f"Does not pay: {', '.join(losers)}."
-    if unsure := [name for name, speed in speeds.items() if speed["min"] <= 1 < speed["median"]]:
-        yield f"Not faster in every round, so undecided: {', '.join(unsure)}."
+    if losers := [f"{name} {spread(speed)}" for name, speed in speeds.items() if speed["min"] <= 1]:
+        said += f" Not faster in every round: {', '.join(losers)}."
+    return said
 
 
 def plot(results: Results, name: str = "") -> Any:
-    """Draw time over tokens for a layer, what a script draws of its own kind, otherwise bars of the speed."""
+    """Draw what a script draws of its own kind, otherwise bars of the speed."""
     need("a plot", "matplotlib")
-    kind, rows, settings = results["kind"], results["rows"], results["settings"]
-    if kind in OTHERS:
-        figure = OTHERS[kind][1](results)
-    else:
-        figure = growth_figure(rows) if kind == "layer" else _speed_figure(results)
+    kind, settings = results["kind"], results["settings"]
+    figure = OTHERS[kind][1](results) if kind in OTHERS else _speed_figure(results)
     if not figure.get_suptitle():
         what = name or settings.get("model") or kind.replace("_", " ")
         about = filter(None, [what, settings.get("dtype"), results["machine"]["device"]])
@@ -308,53 +296,6 @@ def _draw_speeds(axes: Any, rows: Sequence[Row], name: str, base: str) -> None:
     axes.set(title=name, xlabel=f"times as fast as {base}", xlim=(0, 1.18 * greatest))
     axes.set_yticks(range(len(rows)), [row["method"] for row in rows])
     axes.invert_yaxis()
-
-
-def growth_figure(rows: Sequence[Row]) -> Any:
-    """Draw time over tokens, a panel for each part, with one colour and one legend for the methods of all parts.
-
-    A line is the median over the block orders, a band their span. Dashed lines grow as the tokens, below what was
-    measured, and as their square, above it.
-    """
-    from matplotlib.figure import Figure
-
-    panels = list(dict.fromkeys(row["part"] for row in rows))
-    figure = Figure(figsize=(5.2 * len(panels) + 1.8, 4.8), layout="constrained")
-    drawn = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    kinds = list(dict.fromkeys(row["method"].split(",")[0] for row in rows))
-    lines: dict[str, Any] = {}
-    for axes, part in zip(drawn, panels, strict=True):
-        own = [row for row in rows if row["part"] == part]
-        sizes = sorted({row["tokens"] for row in own})
-        first = [row["seconds"] * 1e3 for row in own if row["tokens"] == sizes[0]]
-        for slope, start in ((1, 0.8 * min(first)), (2, 1.25 * max(first))):
-            guide = [start * (size / sizes[0]) ** slope for size in sizes]
-            axes.plot(sizes, guide, linestyle="--", color="0.6", linewidth=0.8, zorder=0)
-        for index, kind in enumerate(kinds):
-            times: dict[int, list[float]] = {}
-            for row in own:
-                if row["method"].split(",")[0] == kind:
-                    times.setdefault(row["tokens"], []).append(row["seconds"] * 1e3)
-            if times:
-                low, middle, high = ([pick(each) for each in times.values()] for pick in (min, statistics.median, max))
-                style = line_style(index)
-                axes.fill_between(list(times), low, high, color=style["color"], alpha=0.25, linewidth=0)
-                lines[kind] = axes.plot(list(times), middle, **style)[0]
-        axes.set(xscale="log", yscale="log", xlabel="tokens", title=part)
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-    drawn[0].set_ylabel("milliseconds")
-    figure.legend(lines.values(), lines.keys(), loc="outside right center", fontsize=8)
-    figure.supxlabel("Bands: all block orders. Dashed: proportional to the tokens, and to their square.", fontsize=8)
-    return figure
-
-
-def line_style(index: int) -> dict[str, Any]:
-    from matplotlib import colormaps
-
-    colour = colormaps["tab20"](2 * index % 20 + index // 10 % 2)
-    return {"color": colour, "marker": "osv^Dx"[index % 6], "markersize": 4}
 
 
 def write_report(path: Path) -> list[Path]:

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,16 +70,18 @@ def plain_name(name: str) -> str:
     return name.removesuffix(COMPILED).removesuffix(AUTOTUNED).removesuffix(KEPT)
 
 
-def is_reference(name: str) -> bool:
-    plain = plain_name(name)
-    return plain == UNPATCHED or is_peer(plain) or plain.startswith((FLOOR, EXACT_THROUGH))
-
-
 def is_peer(name: str) -> bool:
     return name.partition(":")[0] in PEERS
 
 
+def is_reference(name: str) -> bool:
+    """Tell whether a row is one to compare with."""
+    plain = plain_name(name)
+    return plain == UNPATCHED or is_peer(plain) or plain.startswith((FLOOR, EXACT_THROUGH))
+
+
 def differs_by_step(name: str) -> bool:
+    """Tell whether a method is a peer that does other work in one step than in another."""
     return is_peer(name) and name.partition(":")[0] != PEER
 
 
@@ -118,7 +120,7 @@ class NoAttention:
         return torch.zeros_like(hidden_states)
 
 
-def leave_out(layer: SelfAttention) -> None:
+def _leave_out(layer: SelfAttention) -> None:
     """Let a layer that is as it was made give zeros."""
     processor: Any = NoAttention()
     if layer.joint:
@@ -164,7 +166,7 @@ class Variant:
             target._elfatt_sd_peer = on  # for as long as the pipeline lives
         elif self.kind == FLOOR:
             for layer in itertools.chain(*map(self._layers, step_denoisers(target).values())):
-                leave_out(layer)
+                _leave_out(layer)
         return target
 
     def _layers(self, denoiser: nn.Module) -> list[SelfAttention]:
@@ -229,11 +231,20 @@ class Lineup:
 
 
 def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any) -> list[PatchConfig]:
-    """Return the configurations to time, each kind of work once."""
+    """Return the configurations to time, each kind of work once.
+
+    Settings change every method, but for the ratio of those that do not merge, and what a variation is about.
+    """
+
+    def changed(config: PatchConfig, own: Collection[str] = ()) -> PatchConfig:
+        merges = any(phase.merge.ratio for phase in config.all_phases)
+        kept = {*own} if merges else {*own, "ratio"}
+        return config.with_settings(**{name: value for name, value in settings.items() if name not in kept})
+
     wanted = [method for method in (METHODS if methods is None else methods) if method != "sd"]
-    found = [method if isinstance(method, PatchConfig) else _with(settings, named(method)) for method in wanted]
+    found = [method if isinstance(method, PatchConfig) else changed(named(method)) for method in wanted]
     if methods is None:
-        found += [_with(settings, varied(method, **changes), changes) for method, changes in VARIATIONS]
+        found += [changed(varied(method, **changes), changes) for method, changes in VARIATIONS]
     return _once(found)
 
 
@@ -255,13 +266,8 @@ def _once(configs: Iterable[PatchConfig]) -> list[PatchConfig]:
     return kept
 
 
-def _with(settings: Mapping[str, Any], config: PatchConfig, own: Collection[str] = ()) -> PatchConfig:
-    """Change a configuration, but for settings of its own, and for the ratio where it does not merge."""
-    kept = {*own} if any(phase.merge.ratio for phase in config.all_phases) else {*own, "ratio"}
-    return config.with_settings(**{name: value for name, value in settings.items() if name not in kept})
-
-
 def same_work(one: PatchConfig, other: PatchConfig) -> bool:
+    """Tell whether two configurations do the same, whatever their names; peers are what their names say."""
     alike = dataclasses.replace(one, method="same") == dataclasses.replace(other, method="same")
     peers = [name if differs_by_step(name) else is_peer(name) for name in (one.method, other.method)]
     return alike and peers[0] == peers[1]
@@ -271,11 +277,7 @@ def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
     """Work out which UNet calls to time, one for each phase, and of how many of which each method's run is made."""
     configs = list(configs)
     check_steps_are_alike(configs)
-
-    def cut(config: PatchConfig) -> list[tuple[str, Variant, int]]:
-        return [(f"{config.method}/{index}", *part) for index, part in enumerate(single_phases(config))]
-
-    return _line_up(configs, cut)
+    return _line_up(configs, single_phases)
 
 
 def check_steps_are_alike(configs: Iterable[PatchConfig]) -> None:
@@ -287,14 +289,11 @@ def check_steps_are_alike(configs: Iterable[PatchConfig]) -> None:
 
 def whole(configs: Iterable[PatchConfig]) -> Lineup:
     """Work out which pipelines to time, one for each method."""
-    return _line_up(
-        configs,
-        lambda config: [(config.method, Variant("patch", config) if config.active else UNTOUCHED, STEPS)],
-    )
+    return _line_up(configs, None)
 
 
-def _line_up(configs: Iterable[PatchConfig], cut: Callable[[PatchConfig], list[tuple[str, Variant, int]]]) -> Lineup:
-    """Put untouched first, tomesd before our own token merging, and the floors last."""
+def _line_up(configs: Iterable[PatchConfig], cut: Callable[[PatchConfig], list[tuple[Variant, int]]] | None) -> Lineup:
+    """Put untouched first, tomesd before our own token merging, and the floors last; methods in one piece, or cut."""
     lineup = Lineup({UNPATCHED: UNTOUCHED}, {})
     lineup.add(UNPATCHED, UNTOUCHED)
     floors: dict[str, Variant] = {}
@@ -311,14 +310,17 @@ def _line_up(configs: Iterable[PatchConfig], cut: Callable[[PatchConfig], list[t
             floor = f"{FLOOR} of {method}"
             layers = dataclasses.replace(layers, phases=config.phases, per_layer=config.per_layer)
         floors.setdefault(floor, Variant(FLOOR, layers))
-        if is_peer(method):
-            lineup.add(method, Variant(PEER, config), floor)
+        peer = is_peer(method)
+        if peer or (method == MERGING and any(phase.merge.ratio > 0 for phase in config.all_phases)):
+            lineup.add(method if peer else PEER, Variant(PEER, config), floor)
+        if peer:
             continue
-        if method == MERGING and any(phase.merge.ratio > 0 for phase in config.all_phases):
-            lineup.add(PEER, Variant(PEER, config), floor)
-        lineup.runs[method] = Run(
-            tuple((lineup.place(name, variant), steps) for name, variant, steps in cut(config)), floor
-        )
+        if cut is None:
+            lineup.add(method, Variant("patch", config) if config.active else UNTOUCHED, floor)
+        else:
+            pieces = [(f"{method}/{index}", *piece) for index, piece in enumerate(cut(config))]
+            parts = tuple((lineup.place(name, variant), steps) for name, variant, steps in pieces)
+            lineup.runs[method] = Run(parts, floor)
     for name, variant in floors.items():
         lineup.add(name, variant)
     return lineup
@@ -341,27 +343,21 @@ def with_exact(lineup: Lineup, backends: Iterable[Backend]) -> Lineup:
     return lineup
 
 
-def with_autotuned(lineup: Lineup) -> Lineup:
-    """Add an autotuned twin of every patch, and of every row that has one."""
-    chosen = [name for name, variant in lineup.variants.items() if variant.kind == "patch"]
-    twins = {name + AUTOTUNED: dataclasses.replace(lineup.variants[name], autotune=True) for name in chosen}
+def with_twins(lineup: Lineup, ending: str) -> Lineup:
+    """Add twins of variants, and of rows that have one: autotuned ones of patches, compiled ones of all but peers."""
+    tuned = ending == AUTOTUNED
+    variants = {
+        name: variant
+        for name, variant in lineup.variants.items()
+        if (variant.kind == "patch" if tuned else not is_peer(variant.kind))
+    }
+    change: dict[str, Any] = {"autotune" if tuned else "compiled": True}
+    twins = {name + ending: dataclasses.replace(variant, **change) for name, variant in variants.items()}
+    rows = {row: run for row, run in lineup.runs.items() if any(name in variants for name, _ in run.parts)}
     runs = {}
-    for row, run in lineup.runs.items():
-        if any(name in chosen for name, _ in run.parts):
-            tuned = tuple((name + AUTOTUNED * (name in chosen), count) for name, count in run.parts)
-            runs[row + AUTOTUNED] = Run(tuned, run.floor)
-    return Lineup(lineup.variants | twins, lineup.runs | runs)
-
-
-def with_compiled(lineup: Lineup) -> Lineup:
-    """Add a compiled twin of every variant but the peers, and of every row that is made of them."""
-    chosen = [name for name, variant in lineup.variants.items() if not is_peer(variant.kind)]
-    twins = {name + COMPILED: dataclasses.replace(lineup.variants[name], compiled=True) for name in chosen}
-    runs = {}
-    for row, run in lineup.runs.items():
-        if all(name in chosen for name, _ in run.parts):
-            compiled = tuple((name + COMPILED, count) for name, count in run.parts)
-            runs[row + COMPILED] = Run(compiled, run.floor and run.floor + COMPILED)
+    for row, run in rows.items():
+        parts = tuple((name + ending * (name in variants), count) for name, count in run.parts)
+        runs[row + ending] = Run(parts, run.floor and run.floor + ending * (run.floor in rows))
     return Lineup(lineup.variants | twins, lineup.runs | runs)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -17,9 +16,6 @@ from elfatt_sd.cli.options import MODELS, Device, Dtype, Variant
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
 from elfatt_sd.progress import progress_of
-
-if TYPE_CHECKING:
-    from elfatt_sd.benchmarking.record import Session
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -68,19 +64,13 @@ SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def build_session(out: Path | None, name: str | None, as_markdown: bool | None) -> Callable[[], Session]:
-    """Check the folder, and return what makes the place where results go, which needs PyTorch."""
+def build_session(out: Path | None, name: str | None, as_markdown: bool | None) -> dict[str, Any]:
+    """Check the folder, and return what a `Session` is made of, which needs PyTorch."""
     if name is not None and (out is None or Path(name).name != name):
         raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
     if out is not None:
         check_writable(out)
-
-    def make() -> Session:
-        from elfatt_sd.benchmarking.record import Session
-
-        return Session(out, name, shlex.join(["elfatt-sd", *sys.argv[1:]]), markdown=bool(as_markdown))
-
-    return make
+    return {"out": out, "name": name, "markdown": bool(as_markdown)}
 
 
 takes_session = adds_options("session", SESSION_OPTIONS, build_session)
@@ -169,7 +159,7 @@ def report(
             print(made)
 
 
-def _run(name: str, session: Callable[[], Session], **options: Any) -> None:
+def _run(name: str, session: dict[str, Any], **options: Any) -> None:
     """Check the options of a benchmark, run it, and show what it has, also when it is stopped."""
     options = {option: value for option, value in options.items() if value is not None}
     need("elfatt-sd bench", "matplotlib", "tomesd")
@@ -179,26 +169,31 @@ def _run(name: str, session: Callable[[], Session], **options: Any) -> None:
         if not options.get(option, 1.0) > 0:
             raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")
     from elfatt_sd import benchmarking
-    from elfatt_sd.config import PatchConfig
+    from elfatt_sd.benchmarking.record import Session
+    from elfatt_sd.benchmarking.report import markdown, save, show
+    from elfatt_sd.files import write_json
     from elfatt_sd.loading import check_names, pick_device
 
     check_names(options["device"], options["dtype"])
     pick_device(options["device"])
     if "model" in options:
         _check_model(options)
-    if "ratio" in options:
-        PatchConfig.preset("tome", ratio=options["ratio"])  # checks it
-    if "block_size" in options:
-        PatchConfig.preset("elfatt", block_size=options["block_size"])
     if "methods" in options:
         options["methods"] = [read_method(text) for text in options["methods"]]
-    made = session()
+    made = Session(**session, command=shlex.join(["elfatt-sd", *sys.argv[1:]]))
     quiet_libraries()
     try:
         with progress_of("calls") as made.progress:
             getattr(benchmarking, name)(session=made, **options)
     finally:
-        _show(made)
+        if (results := made.results) is not None:
+            if made.markdown:
+                print(markdown(results), end="")
+            else:
+                show(results, output())
+            if results["rows"] and (path := made.path(results["kind"])):
+                write_json(path, results)
+                print("\n".join(map(str, [path, *save(results, path)])))
     if made.results is not None and not made.results["rows"]:  # nothing fitted into memory, as is told
         raise typer.Exit(FAILURE)
 
@@ -228,20 +223,3 @@ def read_method(text: str) -> Any:
         named(text)  # checks it
         return text
     return varied(method, **dict(map(name_and_value, settings.split(","))))
-
-
-def _show(session: Session) -> None:
-    """Print the rows that there are and what they say, and write them as JSON, a table and a plot."""
-    from elfatt_sd.benchmarking.report import markdown, save, show
-    from elfatt_sd.files import write_json
-
-    if session.results is None:
-        return
-    if session.markdown:
-        print(markdown(session.results), end="")
-    else:
-        show(session.results, output())
-    path = session.path(session.results["kind"])
-    if path is not None and session.results["rows"]:
-        write_json(path, session.results)
-        print("\n".join(map(str, [path, *save(session.results, path)])))

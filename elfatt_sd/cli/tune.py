@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,10 +14,6 @@ from elfatt_sd.cli.options import DRAWING_OPTIONS, MODELS, Json, Source, takes_s
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
 from elfatt_sd.progress import progress_of
-
-if TYPE_CHECKING:
-    from elfatt_sd.tuning.tuned import Tuned
-
 
 OPTIONS: dict[str, tuple[Any, Any]] = {  # that go on as they are
     "metric": (Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.")], "psnr"),
@@ -53,7 +49,7 @@ def tune(
     from elfatt_sd.drawing.running import warn_if_too_large
     from elfatt_sd.drawing.studio import check_run, read_prompts
     from elfatt_sd.tuning import tune as tune_pipeline
-    from elfatt_sd.tuning.budget import Budget, check_wanted
+    from elfatt_sd.tuning.proof import Budget, check_wanted
 
     budget = Budget(closeness, speed, memory)
     size, steps, guidance = (asked["height"], asked["width"]), asked["steps"], asked["guidance"]
@@ -81,22 +77,17 @@ def tune(
         )
     print(json.dumps(found.to_dict(), indent=2) if as_json else found)  # first: a disk may be full
     if save is not None:
-        _save(found, save, as_json)
+        try:
+            found.save(save)
+        except (OSError, ElfattError):
+            if not as_json:  # which has them
+                print(f"\n{json.dumps(found.config.to_dict())}")
+            raise
+        if not as_json:
+            print(f"\nsettings: {save}; use them with elfatt-sd generate ... --config {save}")
+        if found.proof is None:
+            complain("the settings leave the pipeline untouched", "note")
     if out is not None:
         page = found.report(out)
         if not as_json:
             print(f"page: {page}")
-
-
-def _save(found: Tuned, save: Path, as_json: bool) -> None:
-    """Write the settings; where that fails they are printed, as JSON does anyway."""
-    try:
-        found.save(save)
-    except (OSError, ElfattError):
-        if not as_json:
-            print(f"\n{json.dumps(found.config.to_dict())}")
-        raise
-    if not as_json:
-        print(f"\nsettings: {save}; use them with elfatt-sd generate ... --config {save}")
-    if found.proof is None:
-        complain("the settings leave the pipeline untouched", "note")

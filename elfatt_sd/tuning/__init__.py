@@ -3,29 +3,58 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
+import functools
+import itertools
+import math
 import os
+import shutil
+import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from elfatt_sd.config import PatchConfig
-from elfatt_sd.errors import ElfattError
+import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    from elfatt_sd.tuning.budget import Compare, Metric
-    from elfatt_sd.tuning.runs import Runs
-    from elfatt_sd.tuning.search import Search
-    from elfatt_sd.tuning.tuned import Tuned
+from elfatt_sd.config import PatchConfig, method_named
+from elfatt_sd.devices import device_name
+from elfatt_sd.drawing.running import check_steps, own_settings, taken, tell_cut_prompts
+from elfatt_sd.drawing.studio import check_run, versions
+from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.families import find_denoisers, main_denoiser
+from elfatt_sd.measure import busy
+from elfatt_sd.methods import attentions
+from elfatt_sd.patch import patches_of, remove_patch, restored
+from elfatt_sd.progress import Progress as Tell
+from elfatt_sd.runtime.layer import fitted
+from elfatt_sd.toy import EMBEDDED
+from elfatt_sd.toy.renderer import caption, sample_scenes
+from elfatt_sd.tuning.model import Choice, Model
+from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
+from elfatt_sd.tuning.proof import Budget, Compare, Judge, Measure, Metric, Point, Proof, check_wanted, measure_named
+from elfatt_sd.tuning.runs import Deviation, Runs, Sample, Settings, Store, fingerprint, short_hash
+from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
 SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
 PRESETS = ("elfatt", "elfatt-fast", "elfatt-quality")
+STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
+CALIBRATED = 2  # images in which the stretches of a choice are approximated alone
+EXPECTED = 3  # images that say as much of how far predictions are off as is expected: nothing
+TRIES = 2  # choices that are run with the prompts of the search
+ALIKE = 0.5  # dB between two predictions that are not worth a run each
+WORTH = 1.03  # times as fast as something else, below which nothing is worth its while
+AIMED = 1.02  # times the speed that was asked for, as times differ by some percent
+STARTS = 35.0  # dB predicted, where closeness is measured by something else
+PROOFS = 3  # choices that are run with the held-out prompts
+LEAST_SLOPE = 0.3  # dB of held-out images for each that is predicted, of which corrections make use
+NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
+_EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
 _FIGURES = 5  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
 _PROMPTS = Path(__file__).parents[1] / "evaluation" / "prompt_lists" / "images.csv"
-
-Tell = Callable[[str, int, int], None]
 
 
 def tune(
@@ -83,15 +112,6 @@ def tune(
         ElfattError: a budget that makes no sense, fewer than two prompts, or a pipeline that cannot be tuned.
         ElfattFailure: a speed that no choice has, or none that is as close as asked.
     """
-    from elfatt_sd.config import method_named
-    from elfatt_sd.drawing.running import check_steps, taken, tell_cut_prompts
-    from elfatt_sd.drawing.studio import check_run
-    from elfatt_sd.families import main_denoiser
-    from elfatt_sd.patch import patches_of, remove_patch, restored
-    from elfatt_sd.tuning.budget import Budget, check_wanted, measure_named
-    from elfatt_sd.tuning.runs import Runs, Sample, Settings, Store
-    from elfatt_sd.tuning.search import Search
-
     main_denoiser(pipe)
     if not {"prompt", "num_inference_steps"} <= taken(pipe).keys():
         raise ElfattError(f"a {type(pipe).__name__} cannot be tuned; give a pipeline that is called with a prompt.")
@@ -102,78 +122,46 @@ def tune(
     own_steps, own_guidance, own_prompts = _own(pipe)
     words = own_prompts if prompts is None else prompts
     samples = [Sample(words[number % len(words)], seed + number) for number in range(images)]
-    settings = Settings(
-        own_steps if steps is None else steps,
-        own_guidance if guidance is None else guidance,
-        height,
-        width,
-        frames,
-        negative_prompt,
-        inputs or {},
-    )
-    check_steps(pipe, settings.steps)
+    steps, guidance = own_steps if steps is None else steps, own_guidance if guidance is None else guidance
+    settings = Settings(steps, guidance, height, width, frames, negative_prompt, inputs or {})
+    check_steps(pipe, steps)
     settings.check(pipe)
     tell_cut_prompts(pipe, [*(sample.prompt for sample in samples), negative_prompt or ""])
-    searched = max(1, len(samples) * SEARCHED // (SEARCHED + HELD_OUT))
     with restored(pipe):
         known = [(name, method_named(name)) for name in PRESETS if presets]
         known += [("as it was", patch.config) for patch in patches_of(pipe).values()]
         remove_patch(pipe)
-        runs = Runs(pipe, settings)
+        runs, start = Runs(pipe, settings, progress), time.monotonic()
         record = _record(runs)
         store = Store(record | {"samples": samples, "figures": _FIGURES})
-
-        def say(stage: str, images: float) -> None:
-            before = runs.steps_done
-
-            def on_step(step: int, steps: int) -> None:
-                done = max(0, runs.steps_done - before)
-                if progress is not None:
-                    progress(stage, done, max(round(images * steps), done))
-
-            runs.on_step = on_step
-
-        return _tuned(Search(runs, samples, searched, budget, measure, store, say), known, record)
-
-
-def _tuned(search: Search, known: Sequence[tuple[str, PatchConfig]], record: dict[str, Any]) -> Tuned:
-    """Search, and prove what was found."""
-    from elfatt_sd.tuning.search import Proving
-    from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
-
-    start = time.monotonic()
-    search.measure_untouched()
-    search.measure_layers()
-    search.check_reachable()
-    for name, config in known:
-        try:
-            search.run_config(name, config, _COMPARED)
-        except ElfattError as error:  # it does not go with this pipeline
-            warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=3)
-    choice = search.settle()
-    proving = Proving(search)
-    proof = proving.prove(choice)
-    proving.check(proof)
-    return Tuned(
-        config=UNTOUCHED if proof is None else proof.point.config,
-        budget=search.budget,
-        measure=search.measure,
-        proof=proof,
-        points=tuple(search.points),
-        curve=tuple(search.curve),
-        untouched_seconds=search.seconds,
-        floor=search.floor,
-        images=(time.monotonic() - start) / search.seconds,
-        record=record,
-    )
+        search = Search(runs, samples, budget, measure, store)
+        search.measure_untouched()
+        search.measure_layers()
+        search.check_reachable()
+        for name, config in known:
+            compared = search.samples[:_COMPARED]
+            runs.stage(f"running {name}", len(compared))
+            try:
+                search.run_config(name, config, None, compared)
+            except ElfattError as error:  # it does not go with this pipeline
+                warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=2)
+        proof = search.prove(search.settle())
+        return Tuned(
+            config=UNTOUCHED if proof is None else proof.point.config,
+            budget=budget,
+            measure=measure,
+            proof=proof,
+            points=tuple(search.points),
+            curve=tuple(search.curve),
+            untouched_seconds=search.seconds,
+            floor=search.floor,
+            images=(time.monotonic() - start) / search.seconds,
+            record=record,
+        )
 
 
 def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
     """Return the steps, the guidance scale and the prompts of a model, where nobody gives others."""
-    from elfatt_sd.drawing.running import own_settings
-    from elfatt_sd.toy import EMBEDDED
-    from elfatt_sd.toy.renderer import caption, sample_scenes
-
     where = str(getattr(pipe.config, "_name_or_path", ""))
     embedded = next((name for name, each in EMBEDDED.items() if where == str(each.folder)), "")
     if embedded:
@@ -185,16 +173,6 @@ def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
 
 def _record(runs: Runs) -> dict[str, Any]:
     """Return what the figures are of: model, settings, machine and versions."""
-    import dataclasses
-
-    import torch
-    from torch import nn
-
-    from elfatt_sd.devices import device_name
-    from elfatt_sd.drawing.studio import versions
-    from elfatt_sd.methods import attentions
-    from elfatt_sd.tuning.runs import fingerprint
-
     pipe, settings = runs.pipe, dataclasses.asdict(runs.settings)
     settings["inputs"] = {name: str(type(value)) for name, value in settings["inputs"].items()}
     scheduler = {name: value for name, value in pipe.scheduler.config.items() if not name.startswith("_")}
@@ -211,3 +189,237 @@ def _record(runs: Runs) -> dict[str, Any]:
         "attentions": sorted(attentions()),
         "versions": versions(),
     }
+
+
+class Search:
+    """Tunes one pipeline: measures, predicts, tries choices, and has them proved."""
+
+    def __init__(self, runs: Runs, samples: Sequence[Sample], budget: Budget, measure: Measure, store: Store) -> None:
+        searched = max(1, len(samples) * SEARCHED // (SEARCHED + HELD_OUT))
+        self.runs, self.budget, self.measure, self.store = runs, budget, measure, store
+        self.samples = samples[:searched]
+        self.judge = Judge(runs, samples[searched:], budget, measure)
+        self.points: list[Point] = []  # what was run, in order
+        self.curve: list[Choice] = []  # the best choices by what is known so far
+        self.realised = 1.0  # fraction of the predicted seconds that is really saved
+
+    @property
+    def seconds(self) -> float:
+        """Of an untouched image."""
+        return statistics.median(self._seconds)
+
+    def measure_untouched(self) -> None:
+        """Draw the untouched images of the search; the first one twice, and also where it is kept."""
+        self.runs.stage("drawing untouched images", len(self.samples) + 1)
+        first, *others = self.samples
+        recorded = self.runs.draw_recorded(first)
+        drawn = self.store.drawn(first, lambda: recorded)
+        self.measure.between(drawn, recorded)  # a metric that fails does so at once
+        again = self.runs.draw(first)
+        if not drawn.same(recorded) and recorded.same(again):
+            shutil.rmtree(self.store.folder, ignore_errors=True)  # the model repeats itself: it is another one
+            drawn = self.store.drawn(first, lambda: recorded)
+        self.floor = self.measure.between(drawn, again)  # closeness of two untouched images of the same seed
+        draw = self.runs.draw_recorded
+        self.untouched = [drawn, *(self.store.drawn(each, functools.partial(draw, each)) for each in others)]
+        fresh = drawn.seconds == recorded.seconds  # seconds that are kept are those of another time
+        self._seconds = [again.seconds, *(each.seconds for each in self.untouched[1:] if fresh)]  # the first warms up
+        self._pace = self.runs.pace()  # seconds of a step at that time
+        self.calls = len(self.runs.pipe.scheduler.timesteps)
+
+    def measure_layers(self) -> None:
+        """Measure every approximation in every layer, and what a layer's error does to the image."""
+        self.stretches = stretches_of(self.calls, max(1, min(STRETCHES, self.calls // LEAST_STEPS)))
+        self.runs.stage("measuring layers", 1)
+        figures = self.store.known("layers", self._probe, LayerFigures.read)
+        self.model = Model(figures, self.stretches, share=self.budget.memory is None)
+        probed = sum(len(stretch.probed) for stretch in self.stretches)  # steps
+        self.layer_calls = {name: own.calls / probed for name, own in figures.items()}
+        self._calibrate("stretches", 0, map(self.model.reference, range(len(self.stretches))))
+
+    def _probe(self) -> Any:
+        effects, scale = round(_EFFECTS * self.calls), self.runs.settings.guidance
+        probe = Probe(self.runs.pipe, self.stretches, effects=effects, scale=scale)
+        with probe, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.runs.draw(self.samples[0])
+        return {name: own.to_dict() for name, own in probe.figures.items()}
+
+    def _calibrate(self, what: str, image: int, parts: Iterable[Mapping[str, Candidate]]) -> None:
+        """Draw an image with one stretch after the other approximated alone, and see what each does to it."""
+        self.runs.stage(f"measuring {what}", sum(1 - stretch.first / self.calls for stretch in self.stretches))
+        for number, phases in enumerate(parts):
+            config = self.model.alone(number, phases)
+            if config.active:
+                name = f"alone-{short_hash(config.to_dict(), 12)}-{image}"
+                step, sample = self.stretches[number].first, self.samples[image]
+                draw = functools.partial(self.runs.deviation, step, sample, config)
+                far = self.store.known(name, draw, lambda data: Deviation(*map(float, data)))
+                self.model.calibrate(number, image, far, phases)
+        self.model.fit()
+        self.curve = self.model.curve(self.layer_calls)
+
+    def run_config(self, name: str, config: PatchConfig, predicted: float | None, samples: Sequence[Sample]) -> Point:
+        """Draw images of the search with a configuration, each timed against a step of the untouched pipeline."""
+        paces = [self.runs.pace()]
+        drawn = [self.runs.draw(sample, config) for sample in samples]
+        seconds = [each.seconds for each in drawn]
+        if len(seconds) == 1:  # which says nothing of how far it is to be trusted
+            seconds.append(self.runs.draw(samples[0], config).seconds)
+        paces.append(self.runs.pace())
+        slower = statistics.fmean(paces) / self._pace  # than when the untouched ones were drawn
+        close = tuple(self.measure.between(*pair) for pair in zip(self.untouched, drawn, strict=False))
+        speed = tuple(slower * self.seconds / each for each in seconds)
+        self.points.append(Point(name, config, predicted, close, speed, busy([self._seconds, paces, seconds])))
+        return self.points[-1]
+
+    def _try(self, choice: Choice) -> Point:
+        point = self.run_config("tuned", self.model.config(choice), choice.psnr, self.samples)
+        self._learn_speed(point, choice)
+        return point
+
+    def _learn_speed(self, point: Point, choice: Choice) -> None:
+        """Learn what part of the predicted seconds a run really saves."""
+        saved = self.seconds * (1 - 1 / point.times)
+        self.realised = min(1.5, max(0.2, saved / max(choice.saved, 1e-9)))
+
+    def check_reachable(self) -> None:
+        """Refuse a speed that no choice has; where the prediction falls short of it, the fastest choice is run."""
+        speed, fastest = self.budget.speed, self.curve[-1]
+        if speed is None or self.seconds >= speed * (self.seconds - fastest.saved):
+            return
+        self.runs.stage("running the fastest choice", len(self.samples))
+        point = self._try(fastest)
+        if point.times < speed:
+            raise ElfattFailure(
+                f"speed={speed:g} is not reached: the fastest choice is {point.times:.2f} times as fast as untouched, "
+                f"at {self.measure.words(point.mean)}; ask for less, or for larger images."
+            )
+
+    # How a choice is made.
+
+    def choose(self) -> Choice:
+        """Return the best choice for the budget by what is known so far."""
+        asked = self.budget.closeness
+        if asked is not None:
+            return self._at(self._predicted_for(asked))
+        wanted = self.seconds * (1 - 1 / (AIMED * (self.budget.speed or 1.0))) / self.realised
+        enough = [choice for choice in self.curve if choice.saved >= wanted]
+        return min(enough, key=lambda choice: choice.mse, default=self.curve[-1])
+
+    def _at(self, psnr: float) -> Choice:
+        return max((choice for choice in self.curve if choice.psnr >= psnr), key=lambda choice: choice.saved)
+
+    def _times(self, choice: Choice) -> float:
+        return self.seconds / (self.seconds - self.realised * choice.saved)
+
+    def _predicted_for(self, asked: float) -> float:
+        """Return the predicted PSNR at which a closeness is to be expected."""
+        if self.measure.name == "PSNR":
+            return asked - self._offset()
+        points = sorted((point.predicted, point.mean) for point in self.points if point.predicted is not None)
+        known = [(one, mean) for one, mean in points if math.isfinite(mean)]
+        if not known:
+            return STARTS
+        if len(known) == 1:
+            one, mean = known[0]
+            return one + (-5 if self.measure.keeps(mean, asked) else 10)
+        pairs = itertools.pairwise(known)
+        (low, worse), (high, better) = min(pairs, key=lambda pair: min(abs(mean - asked) for _, mean in pair))
+        if better == worse:
+            return low if self.measure.keeps(better, asked) else high
+        return low + (high - low) * (asked - worse) / (better - worse)
+
+    def _offset(self) -> float:
+        """Return by how much images are closer than predicted, drawn towards nothing."""
+        known = ((one.mean - one.predicted, len(one.closeness)) for one in self.points if one.predicted)
+        pairs = [(off, images) for off, images in known if math.isfinite(off)]
+        return sum(off * images for off, images in pairs) / (EXPECTED + sum(images for _, images in pairs))
+
+    def _corrected(self, choice: Choice, proof: Proof) -> Choice | None:
+        """Return the choice to prove after another one; None where nothing is to be gained."""
+        self._learn_speed(proof.point, choice)
+        asked, holds = self.budget.closeness, self.judge.holds(proof)
+        if asked is None:
+            following = self.choose()
+            return None if holds or following is choice else following
+        if self.measure.name != "PSNR":
+            return None if holds else self._at(choice.psnr + 3.0)
+        off = proof.point.mean - asked
+        room = min(off, choice.psnr + self._offset() - asked)
+        if not math.isfinite(off) or (off >= 0 and room <= NEAR):
+            return None
+        wanted = choice.psnr + 0.3 - off / self._slope() if off < 0 else choice.psnr + NEAR / 2 - room
+        following = self._at(wanted)
+        return None if following.psnr == choice.psnr else following
+
+    def _slope(self) -> float:
+        """Return the dB of held-out images for each that is predicted, by the last two proofs."""
+        known = [(proof.point.predicted, proof.point.mean) for proof in self.judge.proofs]
+        proved = [(predicted, mean) for predicted, mean in known if predicted is not None and math.isfinite(mean)]
+        if len(proved) < 2 or proved[-1][0] == proved[-2][0]:
+            return 1.0
+        slope = (proved[-1][1] - proved[-2][1]) / (proved[-1][0] - proved[-2][0])
+        return min(1.0, max(LEAST_SLOPE, slope))
+
+    # What is run and proved.
+
+    def settle(self) -> Choice:
+        """Return the fastest choice that keeps to the budget by runs of the search's images; untouched if none does."""
+        parts = self.model.parts(self.choose())
+        for image in list(range(len(self.samples)))[-CALIBRATED:]:  # images differ much
+            self._calibrate("a choice", image, parts)
+        choice, tried = self.choose(), list[float]()  # by predicted PSNR
+        while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
+            self.runs.stage(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
+            tried.append(choice.psnr)
+            self._try(choice)
+            choice = self.choose()
+            fastest = max((rival.times for rival in self._rivals()), default=0.0)
+            if self.budget.closeness is not None and fastest * WORTH >= self._times(choice):
+                break
+        return choice
+
+    def _rivals(self) -> list[Point]:
+        """Return what is there to compare with, as far as it keeps to the budget."""
+        return [point for point in self.points if point.predicted is None and self.judge.keeps(point)]
+
+    def prove(self, choice: Choice) -> Proof | None:
+        """Have a choice proved, and correct it until it holds; None where nothing that holds is worth its while."""
+        best: Proof | None = None
+        following: Choice | None = choice
+        for left in reversed(range(PROOFS + 1)):
+            if following is not None and (not left or following.saved <= 0):
+                following = None
+            rival = self._rival(best)
+            by_speed = self.budget.closeness is not None  # otherwise the choice comes first
+            if rival and (not following or (by_speed and rival.times >= self._times(following))):
+                config = fitted(rival.config, find_denoisers(self.runs.pipe))
+                proof = self.judge.prove(rival.name, config, None)
+            elif following is not None and (best is None or self._times(following) > best.point.times):
+                proof = self.judge.prove("tuned", self.model.config(following), following.psnr)
+            else:
+                break
+            self.points.append(proof.point)
+            if following is not None and proof.point.predicted is not None:
+                following = self._corrected(following, proof)
+            if self.judge.holds(proof) and (best is None or self.judge.betters(proof.point, best.point)):
+                best = proof
+        if best is not None and best.point.times >= WORTH:
+            return best
+        if self.budget.speed is not None and self.judge.proofs:
+            near = max(self.judge.proofs, key=lambda each: each.point.times).point
+            raise ElfattFailure(
+                f"{self.budget.words(self.measure)}: not reached on held-out images; the nearest choice is "
+                f"{near.times:.2f} times as fast, at {self.measure.words(near.mean)}. Ask for less of either."
+            )
+        return None
+
+    def _rival(self, best: Proof | None) -> Point | None:
+        """Return the best configuration that is there to compare with, where it betters what is proved."""
+        proved = {proof.point.name for proof in self.judge.proofs}
+        found = rival = None if best is None else best.point
+        for each in self._rivals():
+            if each.name not in proved and each.times >= WORTH and (rival is None or self.judge.betters(each, rival)):
+                rival = each
+        return None if rival is found else rival

@@ -238,16 +238,22 @@ class Model:
         rounded = mse + added / (1 + 6 * added)
         return Choice(picked, saved, mse, math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded))
 
-    def config(self, choice: Choice, name: str = "tuned") -> PatchConfig:
-        """Return the configuration of a choice."""
+    def config(self, choice: Choice) -> PatchConfig:
+        """Return the configuration of a choice, in which equal stretches are one phase."""
         own = []
         steps = self._stretches[-1].last + 1
         for layer in self._figures:
-            picked = [choice.options[layer, number].candidate.phase for number in range(len(self._stretches))]
-            phases = _joined(picked, [(stretch.last + 1) / steps for stretch in self._stretches])
-            if any(not phase.exact for phase in phases):
-                own.append(LayerPhases(layer, phases))
-        return PatchConfig(name, per_layer=tuple(own))
+            phases: list[Phase] = []
+            for number, stretch in enumerate(self._stretches):
+                phase = choice.options[layer, number].candidate.phase
+                if phases and _until(phases[-1], 1.0) == _until(phase, 1.0):
+                    phases.pop()
+                phases.append(_until(phase, (stretch.last + 1) / steps))
+            while phases and phases[-1].exact:
+                phases.pop()
+            if phases:
+                own.append(LayerPhases(layer, tuple(phases)))
+        return PatchConfig("tuned", per_layer=tuple(own))
 
     def parts(self, choice: Choice) -> list[dict[str, Candidate]]:
         found: list[dict[str, Candidate]] = [{} for _ in self._stretches]
@@ -265,17 +271,6 @@ class Model:
             before = (_until(EXACT, first),) if first else ()
             own.append(LayerPhases(layer, (*before, _until(candidate.phase, end))))
         return PatchConfig("probe", per_layer=tuple(own))
-
-
-def _joined(phases: Sequence[Phase], ends: Sequence[float]) -> tuple[Phase, ...]:
-    found: list[Phase] = []
-    for phase, end in zip(phases, ends, strict=True):
-        if found and _until(found[-1], 1.0) == _until(phase, 1.0):
-            found.pop()
-        found.append(_until(phase, end))
-    while found and found[-1].exact:
-        found.pop()
-    return tuple(found)
 
 
 def _until(phase: Phase, end: float) -> Phase:

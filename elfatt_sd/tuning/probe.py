@@ -89,6 +89,26 @@ def candidates(measured: Sequence[Phase], steps: int, *, share: bool = True, gui
     return found
 
 
+class Rows(NamedTuple):
+    """What a layer or a denoiser gave, as float32 without shape; or by how much it was off."""
+
+    joined: Tensor  # `(1 - scale) without + scale with`, as guidance joins the rows; all of them where it does not
+    given: Tensor | None  # the rows with the prompt; None where nothing is joined
+
+    def __sub__(self, other: Rows) -> Rows:
+        given = None if self.given is None or other.given is None else self.given - other.given
+        return Rows(self.joined - other.joined, given)
+
+    @property
+    def size(self) -> float:
+        """Its squared norm."""
+        return float(self.joined.square().sum())
+
+    def sample(self) -> Rows:
+        every = max(1, self.joined.numel() // KEPT) | 1  # odd, so that all channels have their turn
+        return Rows(self.joined[::every].clone(), None if self.given is None else self.given[::every].clone())
+
+
 class Guidance(NamedTuple):
     """How a denoiser is guided."""
 
@@ -97,30 +117,14 @@ class Guidance(NamedTuple):
     # Other numbers, or no scale, leave all rows as they are.
     copies: int = 1
 
-    @property
-    def joins(self) -> bool:
-        return self.copies == 2 and self.scale is not None
-
-    def joined(self, output: Any) -> Tensor:
-        """Return `(1 - scale) without + scale with` of what a layer or a denoiser gave, as float32 without shape.
-
-        An error that both rows have in common counts once; that of one alone counts by the square of its factor.
-        """
-        if not self.joins or self.scale is None:
-            return flat(output)
-        without, given = self._halves(output)
-        return torch.lerp(without, given, self.scale)
-
-    def given(self, output: Any) -> Tensor:
-        return self._halves(output)[1] if self.joins else flat(output)
-
-    def _halves(self, output: Any) -> list[Tensor]:
-        parts = [each.detach().float().chunk(2) for each in _tensors(output)]
-        return [torch.cat([part[half].flatten() for part in parts]) for half in (0, 1)]
-
-
-def flat(output: Any) -> Tensor:
-    return torch.cat([each.detach().float().flatten() for each in _tensors(output)])
+    def rows(self, output: Any) -> Rows:
+        """Return what was given; an error that both rows have counts once, that of one by the square of its factor."""
+        parts = [each.detach().float() for each in _tensors(output)]
+        if self.copies != 2 or self.scale is None:
+            return Rows(torch.cat([part.flatten() for part in parts]), None)
+        halves = [part.chunk(2) for part in parts]
+        without, given = (torch.cat([half[number].flatten() for half in halves]) for number in (0, 1))
+        return Rows(torch.lerp(without, given, self.scale), given)
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -160,14 +164,17 @@ class LayerFigures:
         return {**own, "bases": bases, "lost": sorted(self.lost), "fresh": sorted(self.fresh)}
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_dict` gave."""
-        plain = {name: data[name] for name in ("seconds", "calls", "copies")}
-        figures = cls([*map(Phase.from_dict, data["bases"])], {*data["lost"]}, {*data["fresh"]}, **plain)
-        for name in ("ratios", "plain", "shared", "guided", "effects"):
-            pairs = ((tuple(key) if isinstance(key, list) else key, values) for key, values in data[name])
-            getattr(figures, name).update(pairs)
-        return figures
+    def read(cls, data: Mapping[str, Any]) -> dict[str, Self]:
+        """Read what `to_dict` gave, by layer."""
+        found = {}
+        for layer, own in data.items():
+            plain = {name: own[name] for name in ("seconds", "calls", "copies")}
+            figures = cls([*map(Phase.from_dict, own["bases"])], {*own["lost"]}, {*own["fresh"]}, **plain)
+            for name in ("ratios", "plain", "shared", "guided", "effects"):
+                pairs = ((tuple(key) if isinstance(key, list) else key, values) for key, values in own[name])
+                getattr(figures, name).update(pairs)
+            found[layer] = figures
+        return found
 
     def error(self, stretch: int, base: int, since: int = 0, *, guided: bool = False) -> float:
         """Return the mean squared relative error of an approximation in a stretch."""
@@ -228,7 +235,7 @@ class Probe:
         self._stretches = stretches
         self._effects = effects
         self._scale = scale
-        self._kept: dict[_Key, _Error] = {}
+        self._kept: dict[_Key, Rows] = {}
         self._latest: dict[str, tuple[int, float]] = {}  # by layer, an approximation and its squared error
         self.figures: dict[str, LayerFigures] = {}
 
@@ -253,21 +260,33 @@ class Probe:
         name, turn = state.layer.name, (state.call.place, state.calls)
         self._latest.pop(name, None)
         guidance = Guidance(self._scale, copies_of(state.call.given.sample))
-        exact = _Output(output, guidance)
+        exact = guidance.rows(output)
+        size = exact.size or 1.0
         if name not in self.figures:
             dtype = self._faster_dtype(state, again, image_of(output, state))
             self.figures[name] = LayerFigures(bases(state.grid.tokens, self._denoisers, dtype))
         figures = self.figures[name]
         figures.calls += 1
-        figures.copies = guidance.copies if guidance.joins else 1
+        figures.copies = 1 if exact.given is None else guidance.copies
         if place[1] == 0 or not figures.seconds:
             figures.seconds.append(timed(again, exact.joined.device))
-        self._share(figures, (name, turn, REUSED), place, _Error(exact.joined, None), exact.size)
+        self._share(figures, (name, turn, REUSED), place, Rows(exact.joined, None), size)
         for number, phase in enumerate(figures.bases):
             if number in figures.lost:
                 continue
-            with _loses(figures, number):
-                self._measure(figures, state, (name, turn, number), phase, place, again, exact)
+            with _loses(figures, number):  # its draws are those of the steps that share, its time has them in it
+                draws = _Seen()
+                with Stopwatch(exact.joined.device) as watch:
+                    made = self._run.approximate(state, again, phase, self._stretches[place[0]].first, ahead=draws)
+                figures.ratios[number].append(watch.seconds / figures.seconds[-1])
+                figures.fresh.update({number} if draws.fresh or phase.dense else ())
+                error = exact - guidance.rows(made)
+                squared = error.size / size
+                if not math.isfinite(squared):
+                    figures.lost.add(number)
+                    continue
+                figures.plain[place[0], number].append(squared)
+                self._share(figures, (name, turn, number), place, error, size)
         if (middle := figures.middle(place[0])) is not None:
             self._latest[name] = middle, figures.plain[place[0], middle][-1]
 
@@ -286,35 +305,10 @@ class Probe:
                     best, limit = dtype, ratio * _FASTER
         return best
 
-    def _measure(
-        self,
-        figures: LayerFigures,
-        state: LayerCall,
-        key: _Key,
-        phase: Phase,
-        place: tuple[int, int],
-        again: Callable[[], Any],
-        exact: _Output,
-    ) -> None:
-        """Measure one approximation: its draws are those of the steps that share, its time has them in it."""
-        number, stretch = key[2], place[0]
-        draws = _Seen()
-        with Stopwatch(exact.joined.device) as watch:
-            output = self._run.approximate(state, again, phase, self._stretches[stretch].first, ahead=draws)
-        figures.ratios[number].append(watch.seconds / figures.seconds[-1])
-        figures.fresh.update({number} if draws.fresh or phase.dense else ())
-        error = exact.error(output)
-        squared = float(error.joined.square().sum()) / exact.size
-        if not math.isfinite(squared):
-            figures.lost.add(number)
-            return
-        figures.plain[stretch, number].append(squared)
-        self._share(figures, key, place, error, exact.size)
-
-    def _share(self, figures: LayerFigures, key: _Key, place: tuple[int, int], error: _Error, size: float) -> None:
+    def _share(self, figures: LayerFigures, key: _Key, place: tuple[int, int], error: Rows, size: float) -> None:
         """Keep the difference in the first step of a stretch, and see in the others what correcting by it leaves."""
         stretch, since = place
-        values, part = error.joined.numel(), error.part()
+        values, part = error.joined.numel(), error.sample()
         if since == 0:
             self._kept[key] = part
         known = self._kept.get(key)
@@ -334,7 +328,8 @@ class Probe:
         measured = np.linspace(0, stretches - 1, min(stretches, self._effects // max(1, len(slow))))
         if place is None or place[1] or place[0] not in map(round, measured):
             return
-        exact = _Output(output, Guidance(self._scale, copies_of(call.given.sample)))
+        guidance = Guidance(self._scale, copies_of(call.given.sample))
+        exact = guidance.rows(output)
         for state in call.states.values():
             if state.layer.name not in self._latest or state.layer.name not in slow:
                 continue
@@ -343,43 +338,17 @@ class Probe:
             call.restart()
             with _loses(figures, number):
                 state.begin(figures.bases[number], self._stretches[place[0]].first, exact.joined.device)
-                effect = float(exact.error(again()).joined.square().sum()) / exact.size
+                effect = (exact - guidance.rows(again())).size / (exact.size or 1.0)
                 if error > 0 and math.isfinite(effect):
                     figures.effects[place[0]].append(effect / error)
             state.begin(EXACT, call.step, exact.joined.device)
         call.restart()
 
 
-class _Error(NamedTuple):
-    """Exact minus approximated output, without shape."""
-
-    joined: Tensor  # as guidance joins the rows
-    given: Tensor | None  # of the rows with the prompt; None where nothing is joined
-
-    def part(self) -> _Error:
-        every = max(1, self.joined.numel() // KEPT) | 1  # odd, so that all channels have their turn
-        return _Error(self.joined[::every].clone(), None if self.given is None else self.given[::every].clone())
-
-
-class _Output:
-    """The exact output of a layer or a denoiser."""
-
-    def __init__(self, output: Any, guidance: Guidance) -> None:
-        self._output, self._guidance = output, guidance
-        self.joined = guidance.joined(output)
-        self.size = float(self.joined.square().sum()) or 1.0
-
-    def error(self, output: Any) -> _Error:
-        guidance = self._guidance
-        given = guidance.given(self._output) - guidance.given(output) if guidance.joins else None
-        return _Error(self.joined - guidance.joined(output), given)
-
-
 class _Seen:
     """Sees whether an approximation draws at random in each step."""
 
-    def __init__(self) -> None:
-        self.fresh = False
+    fresh = False
 
     def made(self, draws: Draws, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         self.fresh = self.fresh or draws.shared > 0

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
-import io
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from PIL import Image
-
-from elfatt_sd.config import PatchConfig
+from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.drawing.pictures import side_by_side
 from elfatt_sd.errors import need
 from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, drawing, to_png
@@ -22,9 +18,9 @@ from elfatt_sd.files import write_file
 from elfatt_sd.measure import Spread
 from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.phases import Phase
-from elfatt_sd.tuning.budget import Budget, Measure
 from elfatt_sd.tuning.model import Choice
-from elfatt_sd.tuning.runs import Point, Proof
+from elfatt_sd.tuning.proof import Budget, Measure, Point, Proof, peak_of
+from elfatt_sd.tuning.runs import as_text, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -98,22 +94,19 @@ class Tuned:
                 why = "no approximation is faster than exact attention in any layer, at this size on this machine"
             lines = [f"untouched: {why}", asked]
         else:
-            point, half, worst = proof.point, proof.interval(), proof.worst
+            point, half, worst = proof.point, proof.interval(), proof.order[0]
             mean = words(point.mean)
             if math.isfinite(half):
                 mean += f" +- {half:.{self.measure.digits}f} (mean and 95 % interval)"
-            drawings = proof.untouched, proof.tuned
-            before, after = (max((drawn.peak or 0 for drawn in each), default=0) / 2**30 for each in drawings)
-            sample = proof.samples[worst]
+            sample, before, after = proof.samples[worst], peak_of(proof.untouched), peak_of(proof.tuned)
+            memory = f"peak memory: {after / 2**30:.2f} GiB, untouched {before / 2**30:.2f} GiB"
             lines = [
                 f"{point.name}: {Spread.over(point.speed).words()} times as fast, {mean}",
                 asked,
                 f"held-out images: {len(proof.samples)}, worst {words(point.closeness[worst])} "
                 f"({sample.prompt!r}, seed {sample.seed})",
-                f"peak memory: {after:.2f} GiB, untouched {before:.2f} GiB"
-                if before and after
-                else "memory: not measured",
-                f"layers: {self.config_words()}",
+                memory if before and after else "memory: not measured",
+                f"layers: {self._layers()}",
             ]
         if self.points:
             lines.append(f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}")
@@ -128,7 +121,7 @@ class Tuned:
         cost = f"tuning took the time of {self.images:.0f} untouched images of {self.untouched_seconds:.2f} s"
         return [*lines, cost]
 
-    def config_words(self) -> str:
+    def _layers(self) -> str:
         """Say how many layers have which kinds of phases; the settings of a preset are the same in all."""
         phases = [phase for phase in self.config.all_phases if not phase.exact]
         kinds = sorted({phase.attention.name for phase in phases if not phase.dense})
@@ -232,16 +225,13 @@ def _short(phase: Phase) -> str:
     return text + (f"\nshared by {phase.residual_steps}{rows}" if phase.residual_steps > 1 else "")
 
 
-def describe(config: PatchConfig) -> list[tuple[str, str]]:
-    """Return what each layer does, stretch by stretch, for a table."""
-    rows = []
-    for own in config.per_layer:
-        start, parts = 0.0, []
-        for phase in own.phases:
-            parts.append(f"{start:.0%} to {phase.until:.0%}: {_short(phase)}".replace("\n", ", "))
-            start = phase.until
-        rows.append((own.layers, "; ".join(parts)))
-    return rows
+def _stretches(own: LayerPhases) -> str:
+    """Say what a layer does, stretch by stretch."""
+    starts = [0.0, *(phase.until for phase in own.phases)]
+    parts = [
+        f"{start:.0%} to {phase.until:.0%}: {_short(phase)}" for start, phase in zip(starts, own.phases, strict=False)
+    ]
+    return "; ".join(parts).replace("\n", ", ")
 
 
 def write_page(tuned: Tuned, folder: Path) -> Path:
@@ -253,52 +243,32 @@ def write_page(tuned: Tuned, folder: Path) -> Path:
         plots = {"curve": to_png(curve(tuned))}
         if tuned.config.per_layer:
             plots["choices"] = to_png(choices(tuned))
-    pairs, proof = [], tuned.proof
-    if proof is not None:
-        close = proof.point.closeness
-        order = sorted(range(len(close)), key=close.__getitem__, reverse=not tuned.measure.higher)  # farthest first
-        plots["images"] = _png(_sheet(tuned, proof, {"worst": order[0], "median": order[len(order) // 2]}))
-        pairs = [
-            {
-                **proof.samples[number]._asdict(),
-                "closeness": tuned.measure.words(close[number]),
-                "untouched": _uri(_png(proof.untouched[number].frames[0], _SIDE)),
-                "tuned": _uri(_png(proof.tuned[number].frames[0], _SIDE)),
-            }
-            for number in order
-        ]
+    pairs, pictures, captions = [], [], []
+    if proof := tuned.proof:
+        close = [tuned.measure.words(value) for value in proof.point.closeness]
+        for number in proof.order:
+            frames = proof.untouched[number].frames[0], proof.tuned[number].frames[0]
+            untouched, other = (_uri(png(frame, _SIDE)) for frame in frames)
+            sample = proof.samples[number]._asdict()
+            pairs.append({**sample, "closeness": close[number], "untouched": untouched, "tuned": other})
+        for what, number in {"worst": proof.order[0], "median": proof.order[len(proof.order) // 2]}.items():
+            pictures += [proof.untouched[number].frames[0], proof.tuned[number].frames[0]]
+            captions += [("untouched", proof.samples[number].prompt), (f"tuned, {what}", close[number])]
+        plots["images"] = png(side_by_side(pictures, captions, columns=2))
     page = page_template(Path(__file__).with_name("page.html.j2")).render(
         tuned=tuned,
         lines=tuned.lines(),
         plots={name: _uri(data) for name, data in plots.items()},
         pairs=pairs,
-        layers=describe(tuned.config),
+        layers=[(own.layers, _stretches(own)) for own in tuned.config.per_layer],
         facts=flatten(tuned.record),
         style=Markup(STYLE.read_text(encoding="utf-8")),
     )
-    files = {f"{name}.png": data for name, data in plots.items()} | {"index.html": page.encode("utf-8")}
-    for name, data in files.items():
-        write_file(folder / name, data)
+    for name, data in plots.items():
+        write_file(folder / f"{name}.png", data)
+    write_file(folder / "index.html", page.encode("utf-8"))
     return folder / "index.html"
 
 
-def _sheet(tuned: Tuned, proof: Proof, numbers: dict[str, int]) -> Image.Image:
-    pictures, captions = [], []
-    for what, number in numbers.items():
-        pictures += [proof.untouched[number].frames[0], proof.tuned[number].frames[0]]
-        close = tuned.measure.words(proof.point.closeness[number])
-        captions += [("untouched", proof.samples[number].prompt), (f"tuned, {what}", close)]
-    return side_by_side(pictures, captions, columns=2)
-
-
-def _png(image: Image.Image, most: int | None = None) -> bytes:
-    """Return a PNG, of at most so many pixels a side."""
-    file, shown = io.BytesIO(), image.copy()
-    if most is not None:
-        shown.thumbnail((most, most))
-    shown.save(file, format="PNG")
-    return file.getvalue()
-
-
 def _uri(data: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
+    return f"data:image/png;base64,{as_text(data)}"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from elfatt_sd.benchmarking import models
-from elfatt_sd.benchmarking.models import Model, random_unet
+from elfatt_sd import benchmarking
+from elfatt_sd.benchmarking import Model, random_unet
 from elfatt_sd.config import PatchConfig, Phase
 
 SMALL: dict[str, Any] = {
@@ -60,8 +60,8 @@ def model(cpu: torch.device) -> Model:
 @pytest.fixture
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named shapes are small ones."""
-    monkeypatch.setattr(models, "SHAPES", {"sd15": SMALL, "sdxl": SMALL_XL})
-    monkeypatch.setattr(models, "VAE", SMALL_VAE)
+    monkeypatch.setattr(benchmarking, "SHAPES", {"sd15": SMALL, "sdxl": SMALL_XL})
+    monkeypatch.setattr(benchmarking, "VAE", SMALL_VAE)
 
 
 @pytest.fixture

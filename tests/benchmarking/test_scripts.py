@@ -24,8 +24,7 @@ from benchmarks.host import Operations, host
 from benchmarks.merging import merging
 from elfatt_sd import benchmarking
 from elfatt_sd.attention.merging import Matching
-from elfatt_sd.benchmarking import layer_phases
-from elfatt_sd.benchmarking.models import Model
+from elfatt_sd.benchmarking import Model, layer_phases
 from elfatt_sd.benchmarking.report import save
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, varied
 from elfatt_sd.families import copy_structure

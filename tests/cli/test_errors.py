@@ -32,7 +32,7 @@ from elfatt_sd.drawing.running import check_text_to_image
 from elfatt_sd.drawing.studio import Studio
 from elfatt_sd.families import sizes
 from elfatt_sd.families.shapes import TRANSFORMERS
-from elfatt_sd.tuning import budget
+from elfatt_sd.tuning import proof
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
@@ -218,7 +218,7 @@ def test_help_version_and_wrong_options_import_nothing_heavy(tmp_path: Path) -> 
 
 def test_names_in_the_helps_are_those_of_the_package() -> None:
     homes = {config: "METHODS DEFAULT", ordering: "BLOCK_ORDERS", phases: "BACKENDS", studio: "SCHEDULERS"}
-    homes |= {budget: "METRICS", sizes: "UNET_NAMES SHAPE_NAMES", peers: "PEERS", benchmarking: "PEER ALONE"}
+    homes |= {proof: "METRICS", sizes: "UNET_NAMES SHAPE_NAMES", peers: "PEERS", benchmarking: "PEER ALONE"}
     for home, listed in homes.items():
         for name in listed.split():
             assert [*getattr(names, name)] == [*getattr(home, name)], name

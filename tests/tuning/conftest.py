@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from elfatt_sd import measure as clock
 from elfatt_sd.drawing import running
 from elfatt_sd.tuning import probe
-from elfatt_sd.tuning.runs import Runs
 
 PROMPTS = ["a cat", "a dog", "a red star", "two birds"]
 
@@ -55,31 +54,5 @@ def shared_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def asked() -> dict[str, Any]:
-    """What a small tuning is asked for besides its budget."""
-    return {"prompts": PROMPTS, "steps": 8, "height": 48, "width": 48, "images": 4, "presets": False}
-
-
-@pytest.fixture(scope="session")
-def results() -> dict[str, Any]:
-    """What tests that only look at it have in common."""
-    return {}
-
-
-@pytest.fixture
-def least(asked: dict[str, Any]) -> dict[str, Any]:
-    """What the smallest tuning is asked for."""
-    return asked | {"steps": 4, "height": 32, "width": 32, "images": 3}
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The configurations that images were drawn with."""
-    found: list[Any] = []
-    shot = Runs._shot
-
-    def counted(runs: Runs, sample: Any, config: Any = None, *others: Any) -> Any:
-        found.append(config)
-        return shot(runs, sample, config, *others)
-
-    monkeypatch.setattr(Runs, "_shot", counted)
-    return found
+    """What the smallest tuning is asked for besides its budget."""
+    return {"prompts": PROMPTS, "steps": 4, "height": 32, "width": 32, "images": 3, "presets": False}

@@ -1,4 +1,4 @@
-"""Benchmarks of a layer, a denoiser and a pipeline measure what they say, on small models; no time is asserted."""
+"""What is timed is what it is called: layers, calls of a denoiser, pipelines, their variants; no time is asserted."""
 
 from __future__ import annotations
 
@@ -12,23 +12,38 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
-from support import tiny_transformers
+from support import checks, tiny_transformers
 from support.checks import QUICK, Work, check_saved
+from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
 
 from elfatt_sd import benchmarking
+from elfatt_sd.attention import merging
 from elfatt_sd.attention.ordering import BLOCK_ORDERS
-from elfatt_sd.benchmarking import _peak, layer, layer_phases, pipeline, record, twin, unet
-from elfatt_sd.benchmarking.models import Model, make_pipeline, unet_call
+from elfatt_sd.benchmarking import Model, _peak, layer, layer_phases, make_pipeline, pipeline, twin, unet, unet_call
 from elfatt_sd.benchmarking.record import make_rows
 from elfatt_sd.benchmarking.report import markdown, plot
-from elfatt_sd.benchmarking.variants import FLOOR, Variant, patched_layers, varied
-from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.benchmarking.variants import (
+    AUTOTUNED,
+    COMPILED,
+    FLOOR,
+    VARIATIONS,
+    Variant,
+    by_phase,
+    fitted_methods,
+    patched_layers,
+    resolve_methods,
+    same_work,
+    varied,
+    whole,
+    with_twins,
+)
+from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import copy_structure
 from elfatt_sd.measure import peak_memory
 from elfatt_sd.methods import attentions, sampled
-from elfatt_sd.runtime import call as state_module
+from elfatt_sd.runtime import call as calling
 from elfatt_sd.runtime.autotune import Tuner
 from elfatt_sd.runtime.call import LayerCall
 from elfatt_sd.runtime.joint_processor import JointProcessor
@@ -39,26 +54,20 @@ NAMES = ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 l
 
 
 @pytest.fixture
-def flux() -> Model:
-    return Model(tiny_transformers.flux_transformer(), 8)
-
-
-@pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of 32 channels."""
     monkeypatch.setattr(benchmarking, "CHANNELS", 32)
     monkeypatch.setattr(benchmarking, "HEADS", 4)
 
 
+# Layers.
+
+
 @pytest.mark.usefixtures("narrow")
 def test_an_attention_is_timed_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
-
-    def spied(attention: Any, *arguments: Any) -> Any:
-        called.append(attention.name)
-        return state_module.attend(attention, *arguments)
-
-    monkeypatch.setattr(benchmarking, "attend", spied)
+    attend = lambda attention, *given: (called.append(attention.name), calling.attend(attention, *given))[1]  # noqa: E731
+    monkeypatch.setattr(benchmarking, "attend", attend)
     calls = benchmarking._attention_calls(16, 2, 32, torch.device("cpu"), torch.float32)
     assert {name.removesuffix("s") for name in calls} == COMPUTING
     for name, call in calls.items():
@@ -68,7 +77,14 @@ def test_an_attention_is_timed_under_its_own_name(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("narrow")
-def test_layers(tmp_path: Path) -> None:
+def test_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of an order is that of a denoising step: permutations are drawn within what is timed."""
+    drawn: list[str] = []
+    begin = LayerCall.begin
+    monkeypatch.setattr(LayerCall, "begin", lambda self, *args: (drawn.append("x"), begin(self, *args))[1])
+    rows = layer(tokens=[64], block_size=16, repeats=2, memory=False, device="cpu")["rows"]
+    assert len(drawn) == 3 * len(layer_phases(16)), "in the warm-up and two rounds"
+    assert {row["peak_bytes"] for row in rows} == {None}
     results = layer(tokens=[256], block_size=16, **QUICK)
     check_saved(results, tmp_path)
     assert all(row["peak_bytes"] >= 2 * 256 * 32 * 4 for row in results["rows"]), "the result at least"
@@ -80,22 +96,14 @@ def test_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("narrow")
-def test_a_layer_draws_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of an order is that of a denoising step: permutations are drawn within what is timed."""
-    drawn: list[str] = []
-    original = LayerCall.begin
-    monkeypatch.setattr(LayerCall, "begin", lambda self, *args: (drawn.append("x"), original(self, *args))[1])
-    rows = layer(tokens=[64], block_size=16, repeats=2, memory=False, device="cpu")["rows"]
-    assert len(drawn) == 3 * len(layer_phases(16))  # a warm-up and two rounds
-    assert {row["peak_bytes"] for row in rows} == {None}
-
-
-@pytest.mark.usefixtures("narrow")
 @pytest.mark.filterwarnings("ignore:elfatt-sd. 256 tokens, layer")
 def test_layers_that_would_take_too_long_are_left_out() -> None:
     with pytest.warns(UserWarning, match=r"256 tokens, attention: softmax, .* left out.* than max_seconds=1e-09"):
         results = layer(tokens=[64, 256], block_size=16, max_seconds=1e-9, **QUICK)
     assert {row["tokens"] for row in results["rows"]} == {64}
+
+
+# Calls of a denoiser.
 
 
 def test_unet(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
@@ -133,9 +141,6 @@ def test_what_calls_keep_is_timed_beside_calls_that_make_it(
     kept: str, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every timed call of the first kind matches, or measures, in each of three layers; of the second kind, none."""
-    from elfatt_sd.attention import merging
-
-    monkeypatch.setattr(record, "QUICK", 0.0)
     made: list[int] = []
     match, correct = merging.most_similar, LayerCall.correct
 
@@ -153,7 +158,7 @@ def test_what_calls_keep_is_timed_beside_calls_that_make_it(
         config = PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=5),))
         steps = [10, 40]
     results = unet(model, sizes=[128], methods=[config], repeats=4, device="cpu", memory=[])
-    assert made.count(16 * 16) == 3 + 3 * 4, "the warm-up of calls that use it, and every call that makes it"
+    assert made.count(16 * 16) == 3 * 2 + 3 * 4, "the warm-up of both kinds, and every call that makes it"
     row = next(row for row in results["rows"] if row["method"] == config.method)
     assert [part["steps"] for part in row["parts"]] == steps
     assert row["peak_bytes"] is None
@@ -163,7 +168,7 @@ def test_what_calls_keep_is_timed_beside_calls_that_make_it(
 def test_autotuned_variants_are_timed_beside_the_others(
     pays: bool, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are decided on at the size that is timed, also where others are warmed up small; patched where it pays."""
+    """They are decided on at the size that is timed; patched where it pays."""
     decided: set[int] = set()
     calls = {"patched": 0}
 
@@ -178,7 +183,6 @@ def test_autotuned_variants_are_timed_beside_the_others(
     original = sampled.sampled_attention
     monkeypatch.setattr(sampled, "sampled_attention", counting)
     monkeypatch.setattr(Tuner, "pays", decide)
-    monkeypatch.setattr(record, "QUICK", 0.0)
     found = []
     for autotune in (False, True):
         calls["patched"] = 0
@@ -221,7 +225,6 @@ def test_what_is_kept_for_later_steps_counts(model: Model, cpu: torch.device) ->
     peak, used = _peak(unit, call, variant, cpu), peak_memory(call, cpu)
     states = patched_layers(unit)[0].patch.latest.states.values()
     kept = sum(kept.values.nbytes for state in states for kept in state.residuals.values())
-    assert peak is not None and used is not None
     assert kept > 0
     assert peak - used > 0.8 * kept
 
@@ -233,10 +236,9 @@ def test_what_does_not_fit_costs_its_own_rows_only(
     tried: list[int] = []
 
     def make_call(unet: Any, inputs: Any) -> Any:
-        call = unet_call(unet, inputs)
-        states = [module.elfatt_state for module in unet.modules() if hasattr(module, "elfatt_state")]
-        if not states or states[0].patch.config.phases[0].attention.name != "elfatt":
-            return call
+        layers = patched_layers(unet)
+        if not layers or layers[0].patch.config.phases[0].attention.name != "elfatt":
+            return unet_call(unet, inputs)
 
         def fail() -> None:
             tried.append(0)
@@ -245,14 +247,14 @@ def test_what_does_not_fit_costs_its_own_rows_only(
         return fail
 
     monkeypatch.setattr(benchmarking, "unet_call", make_call)
-    monkeypatch.setattr(benchmarking, "_warm_up", lambda units, variants, calls, small: calls)
     results = unet(model, sizes=[64], methods=methods, repeats=3, device="cpu")
     assert len(tried) == 1
     assert {row["method"]: row["rounds"] for row in results["rows"]} == dict.fromkeys({*NAMES} - {"elfatt"}, 3)
     assert "Did not fit into memory (64 pixels, batch 2): elfatt/0." in markdown(results)
 
 
-def test_a_transformer_is_timed_like_a_unet(flux: Model) -> None:
+def test_a_transformer_is_timed_like_a_unet() -> None:
+    flux = Model(tiny_transformers.flux_transformer(), 8)
     found: Any = unet(flux, sizes=("96x64",), repeats=1, memory=(1,), batch=1, device="cpu")
     rows = {row["method"]: row for row in found["rows"]}
     assert {"untouched", "agent", "elfatt", "elfatt-fast", "elfatt-quality"} <= set(rows)
@@ -272,9 +274,13 @@ def test_a_transformer_is_timed_like_a_unet(flux: Model) -> None:
         make_pipeline("flux", torch.device("cpu"), torch.float32, 1)
 
 
+# Pipelines.
+
+
 def processors(unet: Any) -> dict[str, str]:
-    modules = unet.named_modules()
-    return {name: type(module.processor).__name__ for name, module in modules if isinstance(module, Attention)}
+    """The processors of self-attention layers."""
+    modules = [(name, each) for name, each in unet.named_modules() if isinstance(each, Attention)]
+    return {name: type(each.processor).__name__ for name, each in modules if name.endswith("attn1")}
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
@@ -296,16 +302,11 @@ def test_pipeline_with_random_weights(
     assert sorted(map(sorted, ran.values())) == [[], [], [], *[[ElfattProcessor.__name__]] * 3, ["ToMeBlock"]]
     assert len(weights) == 1
     assert [row["method"] for row in results["rows"]] == NAMES
-    assert results["settings"]["steps"] == 5
     peaks = {row["method"]: row["peak_bytes"] for row in results["rows"]}
     assert peaks.pop("floor") is peaks.pop("floor of 2 levels") is None
     assert all(peak > 64 * 64 * 3 * 4 for peak in peaks.values()), "the image at least"
     check_saved(results, tmp_path)
-
-
-def test_what_is_no_image_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    output = SimpleNamespace(images=torch.full((1, 3, 8, 8), torch.nan))
-    monkeypatch.setattr(benchmarking, "_run", lambda *_: output)
+    monkeypatch.setattr(benchmarking, "_run", lambda *_: SimpleNamespace(images=torch.full((1, 3, 8, 8), torch.nan)))
     with pytest.warns(UserWarning, match="elfatt-sd: tome: the image is not finite"):
         benchmarking._look("tome", None, {}, 64, 2)
 
@@ -324,7 +325,7 @@ def test_a_transformer_is_timed_at_its_own_size(folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
-def test_twins_have_their_own_second_transformer() -> None:
+def test_copies_have_their_own_second_transformer() -> None:
     """Wan 2.2 has two, which take turns: both are patched or left out, and those of the pipeline are as before."""
     pipe, _ = tiny_transformers.wan(second=True)
     config = PatchConfig("spread", (Phase(1.0, "cell_spread", block_size=8),))
@@ -334,3 +335,107 @@ def test_twins_have_their_own_second_transformer() -> None:
             own, original = ([block.attn1.processor for block in getattr(each, part).blocks] for each in (other, pipe))
             assert all(isinstance(processor, JointProcessor) for processor in own), variant.kind
             assert not any(isinstance(processor, JointProcessor) for processor in original)
+
+
+# Variants.
+
+
+LATE = PatchConfig("late", (Phase(0.1), Phase(1.0, ratio=0.5)), reuse_steps=4)
+CUT = [
+    varied("elfatt-fast", attention_backend="flash"),
+    varied("tome", reuse_steps=3),  # each n steps of a phase have one matching, made in the first of them
+    varied("elfatt", reuse_steps=4),  # steps 8 and 9 merge as ELFATT
+    LATE,
+    varied("elfatt-fast", residual_steps=4),  # steps 10 and 11 are the rest of a group, which has to begin anew
+    varied("elfatt-fast", reuse_steps=2),  # nothing is merged
+]
+PEERS = [varied("deepcache", cache_interval=2), "deepcache", "tgate", "elfatt-fast", varied("tomesd", ratio=0.7)]
+
+
+@pytest.mark.parametrize(
+    ("methods", "line_up"),
+    [
+        (None, by_phase),
+        (["sd", "agent", *CUT], by_phase),
+        (["tomesd", "elfatt-fast"], by_phase),
+        (["tomesd", "tome", "sampled"], lambda configs: with_twins(by_phase(configs), AUTOTUNED)),
+        (["tome", "elfatt", "spread"], lambda configs: with_twins(by_phase(configs), COMPILED)),
+        ([PatchConfig.preset("tome", ratio=0.3, max_downsample=2)], by_phase),
+        (PEERS, whole),
+    ],
+    ids=["default", "cut", "tomesd", "autotuned", "compiled", "downsampled", "peers"],
+)
+def test_lineups(methods: Any, line_up: Any, snapshot: SnapshotAssertion) -> None:
+    """Of which calls a method's run is made: of a phase, that match or use a matching again, each kind of work once."""
+    lineup = line_up(resolve_methods(methods))
+    runs = [
+        f"{row}: {', '.join(f'{steps} {name}' for name, steps in run.parts)}; {run.floor}"
+        for row, run in lineup.runs.items()
+    ]
+    assert [*runs, "", *(f"{name} = {each.to_dict()['what']}" for name, each in lineup.variants.items())] == snapshot
+
+
+def test_methods_by_default_and_by_name() -> None:
+    """All presets and the variations; settings change those that have them."""
+    found = resolve_methods(None)
+    assert {method for method in METHODS if method != "sd"} <= {config.method for config in found}
+    for method, changes in VARIATIONS:
+        assert any(same_work(config, varied(method, **changes)) for config in found)
+    assert varied("elfatt-fast", block_size=512, levels=2).method == "elfatt-fast:block_size=512,levels=2"
+    assert varied("sampled", block_size=64).phases[1].block_size == 64
+    everything = {config.method: config for config in resolve_methods(None, ratio=0.25, seed=3)}
+    assert {config.seed for config in everything.values()} == {3}
+    ratios = {name: phase.ratio for name, config in everything.items() for phase in config.phases if phase.ratio}
+    assert ratios["tome"] == ratios["tome:reuse_steps=2"] == 0.25 and {*ratios.values()} == {0.25}
+    assert "elfatt:ratio=0" not in ratios
+    assert everything["elfatt-fast"].with_settings(seed=0) == PatchConfig.preset("elfatt-fast")
+    for refused, says in (
+        (lambda: resolve_methods(["quick"]), "'quick'"),
+        (lambda: varied("deepcache", interval=2), "setting 'interval' of deepcache"),
+        (lambda: by_phase(resolve_methods(PEERS)), "deepcache:cache_interval=2 is timed over a whole run"),
+    ):
+        with pytest.raises(ElfattError, match=says):
+            refused()
+
+
+def test_a_setting_that_a_named_method_has_not_is_told(model: Model) -> None:
+    with pytest.warns(UserWarning, match="method 'elfatt-fast:stride=3' has no setting stride"):
+        fitted_methods([varied("elfatt-fast", stride=3)], model.unet, named=True)
+    with pytest.warns(UserWarning, match="with ratio=0, method 'tome:ratio=0' approximates nothing"):
+        fitted_methods([varied("tome", ratio=0)], model.unet, named=True)
+
+
+@pytest.mark.parametrize(("levels", "layers"), [(1, 3), (2, 7)])
+def test_floor_removes_the_layers_that_are_patched(model: Model, levels: int, layers: int) -> None:
+    before, weights = processors(model.unet), [*model.unet.parameters()]
+    lineup = by_phase([PatchConfig("x", (Phase(1.0, "block"),), levels=levels)])
+    floor, patched = (
+        lineup.variants[name].install(copy_structure(model.unet)) for name in (lineup.runs["x"].floor, "x/0")
+    )
+    removed = {name for name, kind in processors(floor).items() if kind == "NoAttention"}
+    assert removed == {name for name, kind in processors(patched).items() if kind == "ElfattProcessor"}
+    assert len(removed) == layers
+    x = torch.randn(2, 64, 16)
+    attention = floor.get_submodule(next(iter(removed)))
+    assert torch.equal(attention(x), torch.zeros_like(x))
+    assert processors(model.unet) == before, "copies share weights and nothing else"
+    assert all(mine is theirs for mine, theirs in zip(patched.parameters(), weights, strict=True))
+
+
+def test_tomesd_has_the_settings_of_the_method(model: Model) -> None:
+    for config, expected in (
+        (varied("tomesd", ratio=0.7, stride=4, use_rand=False), {"ratio": 0.7, "sx": 4, "sy": 4, "use_rand": False}),
+        (PatchConfig.preset("tome", ratio=0.3, max_downsample=2), {"ratio": 0.3, "max_downsample": 2}),
+    ):
+        variants = by_phase([config]).variants.values()
+        [peer] = [variant.install(copy_structure(model.unet)) for variant in variants if variant.kind == "tomesd"]
+        assert expected.items() <= peer._tome_info["args"].items()
+
+
+def test_another_accelerator_stays_on_its_copy(pipe: Any) -> None:
+    pytest.importorskip("DeepCache")
+    run = checks.runner(pipe, num_inference_steps=4)
+    untouched = run()
+    cached = twin(pipe, Variant("deepcache:cache_interval=2"))
+    assert not torch.equal(checks.runner(cached, num_inference_steps=4)(), untouched)
+    assert torch.equal(run(), untouched)
