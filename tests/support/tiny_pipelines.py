@@ -85,23 +85,21 @@ def sd15_parts(folder: Path, **unet_changes: Any) -> dict[str, Any]:
 
 
 _RESNET = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
+    **{"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1"},
+    **{"norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection"},
 }
 _UNET = {
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "conv_in": "input_blocks.0.0",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
-    "mid_block.resnets.0": "middle_block.0",
+    **{"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2"},
+    **{"conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"},
+    **{f"mid_block.resnets.{number}": f"middle_block.{2 * number}" for number in range(2)},
     "mid_block.attentions.0": "middle_block.1",
-    "mid_block.resnets.1": "middle_block.2",
 }
+for level in range(3):  # a level of `unet()` has one layer on the way down, and two on the way up
+    _UNET[f"down_blocks.{level}.downsamplers.0.conv"] = f"input_blocks.{2 * level + 2}.0.op"
+    _UNET[f"up_blocks.{level}.upsamplers.0.conv"] = f"output_blocks.{2 * level + 1}.{1 + (level > 0)}.conv"
+    for place, part in enumerate(("resnets", "attentions")):
+        _UNET[f"down_blocks.{level}.{part}.0"] = f"input_blocks.{2 * level + 1}.{place}"
+        _UNET |= {f"up_blocks.{level}.{part}.{layer}": f"output_blocks.{2 * level + layer}.{place}" for layer in (0, 1)}
 _VAE = [
     (r"(down|up)_blocks\.(\d+)\.resnets\.", r"\1.\2.block."),
     (r"(down|up)_blocks\.(\d+)\.(down|up)samplers\.0\.", r"\1.\2.\3sample."),
@@ -120,7 +118,12 @@ def original_checkpoint(pipe: StableDiffusionPipeline) -> dict[str, torch.Tensor
     """The weights of a pipeline by the names that a single-file checkpoint of Stable Diffusion 1.x has."""
     weights = {}
     for name, weight in pipe.unet.state_dict().items():
-        weights[f"model.diffusion_model.{_original_unet_name(pipe.unet, name)}"] = weight
+        part = next(part for part in _UNET if name.startswith(part + "."))
+        rest = name.removeprefix(part + ".")
+        if "resnets" in part:
+            own, _, kind = rest.partition(".")
+            rest = f"{_RESNET[own]}.{kind}"
+        weights[f"model.diffusion_model.{_UNET[part]}.{rest}"] = weight
     for name, weight in pipe.vae.state_dict().items():
         renamed = re.sub(r"up_blocks\.(\d+)", lambda found: f"up_blocks.{1 - int(found[1])}", name)  # of two levels
         for pattern, replacement in _VAE:
@@ -130,31 +133,6 @@ def original_checkpoint(pipe: StableDiffusionPipeline) -> dict[str, torch.Tensor
     for name, weight in pipe.text_encoder.state_dict().items():
         weights[f"cond_stage_model.transformer.text_model.{name.removeprefix('text_model.')}"] = weight
     return {name: weight.contiguous() for name, weight in weights.items()}
-
-
-def _original_unet_name(model: UNet2DConditionModel, name: str) -> str:
-    part = next((part for part in _UNET if name.startswith(part + ".")), None)
-    if part is not None:
-        place, rest = _UNET[part], name.removeprefix(part + ".")
-    else:
-        found = re.fullmatch(r"(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(?:conv\.)?(.+)", name)
-        assert found is not None, name
-        side, level, part, number, rest = found.groups()
-        each = model.config.layers_per_block + 1
-        first = int(level) * each
-        attends = int(hasattr(model.up_blocks[int(level)], "attentions"))
-        place = {
-            "down resnets": f"input_blocks.{first + int(number) + 1}.0",
-            "down attentions": f"input_blocks.{first + int(number) + 1}.1",
-            "down downsamplers": f"input_blocks.{first + each}.0.op",
-            "up resnets": f"output_blocks.{first + int(number)}.0",
-            "up attentions": f"output_blocks.{first + int(number)}.1",
-            "up upsamplers": f"output_blocks.{first + each - 1}.{1 + attends}.conv",
-        }[f"{side} {part}"]
-    if "resnets" in part:
-        own, _, kind = rest.partition(".")
-        rest = f"{_RESNET[own]}.{kind}"
-    return f"{place}.{rest}"
 
 
 def quiet(pipe: Any) -> Any:

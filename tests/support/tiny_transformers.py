@@ -64,7 +64,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_axes_dim": (2, 4, 4),
     },
     "HunyuanVideo15Transformer3DModel": {
-        **{**_HEADS, "in_channels": 9, "attention_head_dim": 16, "num_refiner_layers": 2, "text_embed_dim": WIDTH},
+        **{**_HEADS, "in_channels": 9, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": WIDTH},
         **{"text_embed_2_dim": 10, "image_embed_dim": 8, "rope_axes_dim": (4, 6, 6), "task_type": "t2v"},
     },
     "CogVideoXTransformer3DModel": {
