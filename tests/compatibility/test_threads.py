@@ -244,28 +244,22 @@ def test_threads_that_share_a_compiled_model_are_told_so(fresh_compiler: None) -
 # Loops of one's own: where the scheduler is found.
 
 
-class Server:
-    """Holds its pipeline at some distance; a method of it calls the transformer."""
-
-    def __init__(self, pipe: Any) -> None:
-        self.pipe = pipe
-
-    def call(self, image: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-        return call(self.pipe.transformer, image, timestep)
+def serve(server: Any, image: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    return call(server.pipe.transformer, image, timestep)
 
 
 def test_a_function_in_between_that_holds_another_scheduler() -> None:
-    """The one whose count agrees is meant, although the other one has the same values."""
+    """At some distance: the one whose count agrees is meant, although the other one has the same values."""
     pipe, of = case("Flux.1")
     pipe.scheduler = flow_scheduler()
-    server = Server(pipe)
+    server = SimpleNamespace(pipe=pipe)
     elfatt_sd.apply_patch(pipe, SHARED)
     for _ in range(2):
         own = copy.deepcopy(pipe.scheduler)
         own.set_timesteps(6)
         with positions() as found:
             for timestep in own.timesteps:
-                own.step(server.call(noise(0), timestep), timestep, noise(0))
+                own.step(serve(server, noise(0), timestep), timestep, noise(0))
         assert found == steps(6)
         of(pipe)(num_inference_steps=6)
 

@@ -28,13 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
-from elfatt_sd.attention.softmax import (
-    agent_attention,
-    block_attention,
-    elfatt_attention,
-    pool_agents,
-    softmax_attention,
-)
+from elfatt_sd.attention import softmax
 from elfatt_sd.benchmarking.record import Results
 from elfatt_sd.benchmarking.report import clock, save
 from elfatt_sd.config import METHODS, PatchConfig, Phase
@@ -112,7 +106,7 @@ def picture(height: int = 32, width: int = 32, channels: int = 3) -> torch.Tenso
 
 
 def with_effect(method: Any, **settings: Any) -> Any:
-    """Return those of some settings that change something in a method."""
+    """Those of some settings that change something in a method."""
     without = PatchConfig.preset(method).without_effect(settings)
     return {name: value for name, value in settings.items() if name not in without}
 
@@ -139,10 +133,8 @@ def recorded() -> Iterator[Counter[tuple[int, str]]]:
     approximated: Any = joint_processor._Joint.approximated
 
     def count_joint(joint: Any, *given: Any) -> torch.Tensor:
-        state = joint._state
-        calls[id(state.layer.attention), state.phase.attention.name] += 1
-        mixed: torch.Tensor = approximated(joint, *given)
-        return mixed
+        calls[id(joint._state.layer.attention), joint._state.phase.attention.name] += 1
+        return approximated(joint, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processor, "approximate", count)
@@ -174,9 +166,7 @@ def elfatt_processors(net: torch.nn.Module) -> list[str]:
     return [name for name, module in modules if isinstance(getattr(module, "processor", None), ElfattProcessor)]
 
 
-# What a small UNet is given.
-
-ROWS = COLUMNS = 16
+ROWS = COLUMNS = 16  # of a small UNet's latents
 
 
 def inputs(dtype: torch.dtype = torch.float64, batch: int = 2) -> tuple[Tensor, Tensor]:
@@ -184,8 +174,6 @@ def inputs(dtype: torch.dtype = torch.float64, batch: int = 2) -> tuple[Tensor, 
     text = torch.randn(batch, 5, tiny.TEXT_WIDTH, generator=generator(), dtype=torch.float64)
     return sample.to(dtype), text.to(dtype)
 
-
-# The state of a layer as autotuning is given it.
 
 SAMPLE = torch.zeros(2, 4, 16, 16)
 
@@ -200,8 +188,6 @@ def state_of(pipe: Any, config: PatchConfig) -> LayerCall:
 # Queries, keys and values, and every approximation of them.
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
 LENGTHS = [1, 2, 7, 64, 100, 227, 257]
 
 
@@ -215,12 +201,12 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def approximations(q: Tensor, k: Tensor, v: Tensor, **kernel: Any) -> dict[str, Tensor]:
+    halves = {"agents": 6, "block_size": 30, **kernel}
     return {
-        "softmax": softmax_attention(q, k, v, **kernel),
-        "block": block_attention(q, k, v, 30, **kernel),
-        "agent": agent_attention(q, k, v, pool_agents(q, 6), value_shortcut=0.1, **kernel),
-        "heads": elfatt_attention(q, k, v, agents=6, block_size=30, split="heads", **kernel),
-        "channels": elfatt_attention(q, k, v, agents=6, block_size=30, split="channels", **kernel),
+        "softmax": softmax.softmax_attention(q, k, v, **kernel),
+        "block": softmax.block_attention(q, k, v, 30, **kernel),
+        "agent": softmax.agent_attention(q, k, v, softmax.pool_agents(q, 6), value_shortcut=0.1, **kernel),
+        **{split: softmax.elfatt_attention(q, k, v, split=split, **halves) for split in ("heads", "channels")},
     }
 
 

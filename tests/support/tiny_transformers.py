@@ -22,56 +22,56 @@ TEXT, WIDTH = 7, 12  # tokens and channels of the embeddings of text
 TEXT_WIDTH = 8  # of PixArt's and Flux's
 
 # Two blocks, or one of each kind; two heads.
-_FLUX = {"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
-_FLUX |= {"num_attention_heads": 2, "joint_attention_dim": TEXT_WIDTH}
 _HEADS = {"num_attention_heads": 2, "in_channels": 4, "out_channels": 4, "num_layers": 2}
 _ROTARY = {"axes_dims_rope": (4, 6, 6)}
+_FLUX = {"in_channels": 16, "num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16}
+_FLUX |= {"num_attention_heads": 2, "joint_attention_dim": TEXT_WIDTH}
+_POOLED = {"pooled_projection_dim": tiny.TEXT_WIDTH}
+_SD3 = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "attention_head_dim": 8, "num_attention_heads": 2}
+_SD3 |= {"joint_attention_dim": WIDTH, "caption_projection_dim": 16, "pooled_projection_dim": 8}
+_SD3 |= {"pos_embed_max_size": 16}
+_QWEN = {
+    **_HEADS,
+    **_ROTARY,
+    "patch_size": 2,
+    "in_channels": 16,
+    "attention_head_dim": 16,
+    "joint_attention_dim": WIDTH,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "PixArtTransformer2DModel": {
-        **{**_HEADS, "out_channels": 8, "attention_head_dim": 8, "cross_attention_dim": 16, "sample_size": 32},
-        **{"caption_channels": TEXT_WIDTH, "patch_size": 2, "use_additional_conditions": False},
-    },
-    "FluxTransformer2DModel": {**_FLUX, **_ROTARY, "pooled_projection_dim": tiny.TEXT_WIDTH},
-    "FluxControlNetModel": {**_FLUX, **_ROTARY, "pooled_projection_dim": tiny.TEXT_WIDTH},
-    "ChromaTransformer2DModel": {
-        **{**_FLUX, **_ROTARY, "approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1},
-    },
-    "Flux2Transformer2DModel": {**_FLUX, "axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16},
-    "SD3Transformer2DModel": {  # the first block has a second attention over the image
-        **{**_HEADS, "sample_size": 32, "patch_size": 2, "attention_head_dim": 8, "joint_attention_dim": WIDTH},
-        **{"caption_projection_dim": 16, "pooled_projection_dim": 8, "pos_embed_max_size": 16},
-        "dual_attention_layers": (0,),
-    },
-    "QwenImageTransformer2DModel": {
-        **{**_HEADS, **_ROTARY, "patch_size": 2, "in_channels": 16, "attention_head_dim": 16},
-        "joint_attention_dim": WIDTH,
-    },
-    "ZImageTransformer2DModel": {  # two main blocks and one of each refiner
-        **{"all_patch_size": (2,), "all_f_patch_size": (1,), "in_channels": 4, "dim": 32, "n_layers": 2, "n_heads": 2},
-        **{"n_refiner_layers": 1, "n_kv_heads": 2, "cap_feat_dim": WIDTH, "axes_dims": [4, 6, 6]},
-        "axes_lens": [256, 64, 64],
-    },
-    "WanTransformer3DModel": {
-        **{**_HEADS, "patch_size": (1, 2, 2), "attention_head_dim": 12, "text_dim": WIDTH, "freq_dim": 16},
-        **{"ffn_dim": 16, "rope_max_seq_len": 32},
-    },
-    "LTXVideoTransformer3DModel": {
-        **{**_HEADS, "attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": WIDTH},
-    },
-    "HunyuanVideoTransformer3DModel": {
-        **{**_HEADS, "num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "attention_head_dim": 10},
-        **{"patch_size": 2, "patch_size_t": 1, "text_embed_dim": WIDTH, "pooled_projection_dim": 8},
-        "rope_axes_dim": (2, 4, 4),
-    },
-    "HunyuanVideo15Transformer3DModel": {
-        **{**_HEADS, "in_channels": 9, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": WIDTH},
-        **{"text_embed_2_dim": 10, "image_embed_dim": 8, "rope_axes_dim": (4, 6, 6), "task_type": "t2v"},
-    },
-    "CogVideoXTransformer3DModel": {
-        **{**_HEADS, "attention_head_dim": 16, "time_embed_dim": 8, "text_embed_dim": WIDTH, "sample_width": 8},
-        **{"sample_height": 12, "sample_frames": 9, "patch_size": 2, "temporal_compression_ratio": 4},
-        **{"max_text_seq_length": TEXT, "use_rotary_positional_embeddings": True},
-    },
+    "PixArtTransformer2DModel": _HEADS
+    | {"out_channels": 8, "attention_head_dim": 8, "cross_attention_dim": 16, "sample_size": 32, "patch_size": 2}
+    | {"caption_channels": TEXT_WIDTH, "use_additional_conditions": False},
+    "FluxTransformer2DModel": _FLUX | _ROTARY | _POOLED,
+    "FluxControlNetModel": _FLUX | _ROTARY | _POOLED,
+    "ChromaTransformer2DModel": _FLUX
+    | _ROTARY
+    | {"approximator_num_channels": 8, "approximator_hidden_dim": 16, "approximator_layers": 1},
+    "Flux2Transformer2DModel": _FLUX | {"axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16},
+    # its first block has a second attention over the image
+    "SD3Transformer2DModel": _SD3 | {"out_channels": 4, "num_layers": 2, "dual_attention_layers": (0,)},
+    "SD3ControlNetModel": _SD3 | {"num_layers": 1},
+    "QwenImageTransformer2DModel": _QWEN,
+    "QwenImageControlNetModel": _QWEN | {"num_layers": 1},
+    # two main blocks and one of each refiner
+    "ZImageTransformer2DModel": {"all_patch_size": (2,), "all_f_patch_size": (1,), "in_channels": 4, "dim": 32}
+    | {"n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2, "cap_feat_dim": WIDTH}
+    | {"axes_dims": [4, 6, 6], "axes_lens": [256, 64, 64]},
+    "WanTransformer3DModel": _HEADS
+    | {"patch_size": (1, 2, 2), "attention_head_dim": 12, "text_dim": WIDTH, "freq_dim": 16, "ffn_dim": 16}
+    | {"rope_max_seq_len": 32},
+    "LTXVideoTransformer3DModel": _HEADS
+    | {"attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": WIDTH},
+    "HunyuanVideoTransformer3DModel": _HEADS
+    | {"num_layers": 1, "num_single_layers": 1, "num_refiner_layers": 1, "attention_head_dim": 10, "patch_size": 2}
+    | {"patch_size_t": 1, "text_embed_dim": WIDTH, "pooled_projection_dim": 8, "rope_axes_dim": (2, 4, 4)},
+    "HunyuanVideo15Transformer3DModel": _HEADS
+    | {"in_channels": 9, "attention_head_dim": 16, "num_refiner_layers": 1, "text_embed_dim": WIDTH}
+    | {"text_embed_2_dim": 10, "image_embed_dim": 8, "rope_axes_dim": (4, 6, 6), "task_type": "t2v"},
+    "CogVideoXTransformer3DModel": _HEADS
+    | {"attention_head_dim": 16, "time_embed_dim": 8, "text_embed_dim": WIDTH, "sample_width": 8, "sample_height": 12}
+    | {"sample_frames": 9, "patch_size": 2, "temporal_compression_ratio": 4, "max_text_seq_length": TEXT}
+    | {"use_rotary_positional_embeddings": True},
 }
 
 
@@ -178,56 +178,66 @@ _EMBEDDED = _texts(lambda seed: {"prompt_embeds": embeds(seed)})
 _PADDED = torch.tensor([[1, 1, 1, 1, 1, 0, 0]])
 _TABLE = {
     "PixArt": Family(
-        *("PixArtAlphaPipeline", "PixArtTransformer2DModel"),
+        "PixArtAlphaPipeline",
+        "PixArtTransformer2DModel",
         _texts(lambda seed: {"prompt_embeds": embeds(seed, width=TEXT_WIDTH), "prompt_attention_mask": _ONES.float()})
         | {**_SMALL, **_GUIDED, "negative_prompt": None, "use_resolution_binning": False},
         lambda: {"vae": tiny.vae(), "scheduler": ddim()},
         lambda name, **config: pixart_transformer(**config),
     ),
     "Stable Diffusion 3": Family(
-        *("StableDiffusion3Pipeline", "SD3Transformer2DModel"),
+        "StableDiffusion3Pipeline",
+        "SD3Transformer2DModel",
         _texts(lambda seed: {"prompt_embeds": embeds(seed), "pooled_prompt_embeds": torch.full((1, 8), float(seed))})
         | {**_IMAGE, **_GUIDED},
     ),
     "Qwen-Image": Family(  # two calls a step
-        *("QwenImagePipeline", "QwenImageTransformer2DModel"),
+        "QwenImagePipeline",
+        "QwenImageTransformer2DModel",
         _texts(lambda seed: {"prompt_embeds": embeds(seed), "prompt_embeds_mask": _ONES})
         | {**_IMAGE, "true_cfg_scale": 3.0},
     ),
     "Flux.1": Family(
-        *("FluxPipeline", "FluxTransformer2DModel"),
+        "FluxPipeline",
+        "FluxTransformer2DModel",
         {"prompt_embeds": embeds(width=TEXT_WIDTH), "pooled_prompt_embeds": torch.zeros(1, 32), **_IMAGE},
         make=_model,
     ),
     "Chroma": Family(  # two calls a step
-        *("ChromaPipeline", "ChromaTransformer2DModel"),
+        "ChromaPipeline",
+        "ChromaTransformer2DModel",
         _texts(lambda _: {"prompt_embeds": embeds(width=TEXT_WIDTH), "prompt_attention_mask": _ONES.float()}) | _IMAGE,
         make=_model,
     ),
     "Flux.2": Family(
-        *("Flux2Pipeline", "Flux2Transformer2DModel"),
+        "Flux2Pipeline",
+        "Flux2Transformer2DModel",
         {"prompt_embeds": embeds(width=TEXT_WIDTH), **_SMALL},
         lambda: {"vae": _flux2_vae()},
         _model,
     ),
     "Z-Image": Family(  # the image's tokens are padded to 32
-        *("ZImagePipeline", "ZImageTransformer2DModel"),
+        "ZImagePipeline",
+        "ZImageTransformer2DModel",
         _texts(lambda seed: {"prompt_embeds": [embeds(seed)[0]]}) | {**_IMAGE, **_GUIDED},
     ),
     "Wan": Family("WanPipeline", "WanTransformer3DModel", {**_EMBEDDED, **_VIDEO, **_GUIDED}),  # two calls a step
     "LTX-Video": Family(
-        *("LTXPipeline", "LTXVideoTransformer3DModel"),
+        "LTXPipeline",
+        "LTXVideoTransformer3DModel",
         _texts(lambda seed: {"prompt_embeds": embeds(seed), "prompt_attention_mask": _ONES})
         | {"num_frames": 17, "height": 192, "width": 128, **_GUIDED},
         lambda: {"vae": Sizes(32, 8)},
     ),
     "HunyuanVideo": Family(  # and seven tokens of text, of which three are padding
-        *("HunyuanVideoPipeline", "HunyuanVideoTransformer3DModel"),
+        "HunyuanVideoPipeline",
+        "HunyuanVideoTransformer3DModel",
         {"prompt_embeds": embeds(), "prompt_attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0, 0]])}
         | {"pooled_prompt_embeds": torch.zeros(1, 8), **_VIDEO},
     ),
     "HunyuanVideo 1.5": Family(  # text of two encoders, some of it padding; two calls a step
-        *("HunyuanVideo15Pipeline", "HunyuanVideo15Transformer3DModel"),
+        "HunyuanVideo15Pipeline",
+        "HunyuanVideo15Transformer3DModel",
         _texts(
             lambda seed: (
                 {"prompt_embeds": embeds(seed), "prompt_embeds_mask": _PADDED}
@@ -238,7 +248,8 @@ _TABLE = {
         lambda: {"vae": Sizes(16, 4), "guider": diffusers.ClassifierFreeGuidance(**_GUIDED)},
     ),
     "CogVideoX": Family(
-        *("CogVideoXPipeline", "CogVideoXTransformer3DModel"),
+        "CogVideoXPipeline",
+        "CogVideoXTransformer3DModel",
         {**_EMBEDDED, **_VIDEO, **_GUIDED},
         lambda: {"scheduler": diffusers.CogVideoXDDIMScheduler(num_train_timesteps=1000)},
     ),
@@ -259,13 +270,16 @@ def sd3(**changes: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
     return family("Stable Diffusion 3", config=changes)
 
 
-qwen_image, z_image, wan, ltx_video, hunyuan_video, hunyuan_video_15, cogvideox, flux_run, chroma_run, pixart_run = (
-    functools.partial(family, name)
-    for name in (
-        *("Qwen-Image", "Z-Image", "Wan", "LTX-Video", "HunyuanVideo", "HunyuanVideo 1.5", "CogVideoX", "Flux.1"),
-        *("Chroma", "PixArt"),
-    )
-)
+pixart_run = functools.partial(family, "PixArt")
+flux_run = functools.partial(family, "Flux.1")
+chroma_run = functools.partial(family, "Chroma")
+qwen_image = functools.partial(family, "Qwen-Image")
+z_image = functools.partial(family, "Z-Image")
+wan = functools.partial(family, "Wan")
+ltx_video = functools.partial(family, "LTX-Video")
+hunyuan_video = functools.partial(family, "HunyuanVideo")
+hunyuan_video_15 = functools.partial(family, "HunyuanVideo 1.5")
+cogvideox = functools.partial(family, "CogVideoX")
 # How each is made, and the class of its pipeline, which an old diffusers may lack.
 FAMILIES = {name: (functools.partial(family, name), row.kind) for name, row in _TABLE.items()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import diffusers
 import torch
 from support import checks, tiny_pipelines, tiny_transformers
 from support.checks import generator, picture
-from support.tiny_transformers import WIDTH, embeds, made, pipeline, runner, transformer
+from support.tiny_transformers import embeds, made, pipeline, runner, transformer
 
 Made = tuple[Any, checks.Run]
 How = Callable[[str, Path], Made]  # of the class of a pipeline
@@ -67,6 +68,9 @@ def of(family: str, given: Given, parts: Callable[[Path], Given], config: Given 
 
     return how
 
+
+qwen_controlnet = functools.partial(transformer, "QwenImageControlNetModel")
+sd3_controlnet = functools.partial(transformer, "SD3ControlNetModel")
 
 # Flux, Chroma and Flux.2; with a VAE that halves the sides.
 
@@ -174,12 +178,6 @@ def qwen_image(given: Given, config: Given | None = None, **own: Any) -> How:
     return of("Qwen-Image", given, parts, config, **own)
 
 
-def qwen_controlnet(**changes: Any) -> Any:
-    config = {"patch_size": 2, "in_channels": 16, "out_channels": 4, "num_layers": 1, "attention_head_dim": 16}
-    config |= {"num_attention_heads": 2, "joint_attention_dim": WIDTH, "axes_dims_rope": (4, 6, 6)}
-    return transformer("QwenImageControlNetModel", **{**config, **changes})
-
-
 UNGUIDED = {"true_cfg_scale": 1.0, "negative_prompt_embeds": None, "negative_prompt_embeds_mask": None}
 LARGE_PICTURE, LARGE_MASK = {"image": picture(**LARGE)}, {"mask_image": mask(96, 64, 20)}
 TOLD = {"control_image": picture(**LARGE)}
@@ -238,13 +236,6 @@ for refiner, calls in ((None, 2), ("control_layers", 4), ("control_noise_refiner
     how = z_image({"control_image": picture(**SMALL)}, controlnet=lambda refiner=refiner: z_controlnet(refiner))
     row = Row("ZImageControlNetPipeline", how, (2, 2, calls, calls), SMALL, counted=False)
     ROWS[f"Z-Image, ControlNet {refiner}"] = row
-
-
-def sd3_controlnet(**changes: Any) -> Any:
-    config = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "num_layers": 1, "attention_head_dim": 8}
-    config |= {"num_attention_heads": 2, "pooled_projection_dim": 8, "caption_projection_dim": 16}
-    config |= {"pos_embed_max_size": 16, "joint_attention_dim": WIDTH}
-    return transformer("SD3ControlNetModel", **{**config, **changes})
 
 
 def sd3(kind: str, given: Given, **own: Any) -> Callable[[Path], Made]:
