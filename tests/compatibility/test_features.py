@@ -16,21 +16,21 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
+from support import checks, tiny_transformers
 from support import tiny_pipelines as tiny
-from support import tiny_transformers
-from support.checks import ALL_KEYS, FEW_KEYS, TWO_PHASES, all_layers, generator, like, picture, recorded, runner
+from support.checks import all_layers, generator, like, picture, processors, recorded, runner
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import find_denoisers, main_denoiser, unwrap
+from elfatt_sd.families import main_denoiser
 
 CPU = torch.device("cpu")
 STEPS = 6  # of a transformer; a UNet has four
 FIRST, SECOND = "cell_spread", "block"
-ALL = PatchConfig("all", (dataclasses.replace(ALL_KEYS[FIRST], until=0.5), ALL_KEYS[SECOND]), levels=9)
-SHARED = PatchConfig("shared", (dataclasses.replace(ALL_KEYS[FIRST], residual_steps=3),))
-FEW = PatchConfig("few", (FEW_KEYS[FIRST],))
+ALL = PatchConfig("all", (dataclasses.replace(checks.ALL_KEYS[FIRST], until=0.5), checks.ALL_KEYS[SECOND]), levels=9)
+SHARED = PatchConfig("shared", (dataclasses.replace(checks.ALL_KEYS[FIRST], residual_steps=3),))
+FEW = PatchConfig("few", (checks.FEW_KEYS[FIRST],))
 Make = Callable[[Path], tuple[Any, Callable[..., torch.Tensor]]]  # what is patched, and a function that draws with it
 Put = Callable[[Any], Any]  # returns a function that takes it out again, where there is one
 
@@ -44,7 +44,7 @@ class Row(NamedTuple):
     layers: int = 3  # that are patched by default
     calls: tuple[int, int] = (2, 2)  # of each layer in both halves of the steps
     given: Mapping[str, Any] = MappingProxyType({})  # to a call, once that is put on
-    few: PatchConfig = TWO_PHASES
+    few: PatchConfig = checks.TWO_PHASES
     spares: bool = False  # some of the calls
 
 
@@ -155,23 +155,14 @@ def with_lora(unet: Any) -> Any:
 
 
 class Guided(torch.nn.Module):
-    """A wrapper with weights of its own, around another one that shows the attributes of what it holds."""
-
-    class Mine(torch.nn.Module):
-        def __init__(self, unet: Any) -> None:
-            super().__init__()
-            self.held = unet
-
-        def __getattr__(self, name: str) -> Any:
-            return super().__getattr__(name) if name == "held" else getattr(self.held, name)
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return self.held(*args, **kwargs)
+    """A wrapper with weights of its own that shows the attributes of what it holds."""
 
     def __init__(self, unet: Any) -> None:
         super().__init__()
-        self.inner = torch.nn.ModuleDict({"model": Guided.Mine(unet)})
-        self.scale = torch.nn.Linear(1, 1)
+        self.inner, self.scale = torch.nn.ModuleDict({"model": unet}), torch.nn.Linear(1, 1)
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("inner", "scale") else getattr(self.inner["model"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner["model"](*args, **kwargs)
@@ -310,7 +301,7 @@ ROWS = {
     "DistributedDataParallel": Row(bare(lambda: torch.nn.parallel.DistributedDataParallel(tiny.unet()))),
     "AveragedModel": Row(bare(lambda: torch.optim.swa_utils.AveragedModel(tiny.unet()))),
     "PEFT": Row(bare(lambda: with_lora(tiny.unet()))),
-    "wrappers": Row(bare(lambda: Guided(tiny.unet()))),
+    "wrappers": Row(bare(lambda: Guided(Guided(tiny.unet())))),
     "LoRA": Row(drawn(sd15), lora, "image"),
     "fused LoRA": Row(drawn(sd15), fused_lora, "image"),
     "IP-Adapter": Row(drawn(sd15), ip_adapter, "image", given={"ip_adapter_image": picture()}),
@@ -392,13 +383,8 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def processors(pipe: Any) -> dict[tuple[str, str], Any]:
-    return {
-        (name, place): part.processor
-        for name, net in find_denoisers(pipe).items()
-        for place, part in unwrap(net).named_modules()
-        if hasattr(part, "processor")
-    }
+def classes(pipe: Any) -> dict[str, type]:
+    return {place: type(each) for place, each in processors(pipe).items()}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -406,7 +392,7 @@ def test_whoever_comes_first(folder: Path, name: str) -> None:
     row, few, removed = ROWS[name], None, None
     pipe, run = row.make(folder)
     if row.put is not None:
-        before, untouched = {place: type(each) for place, each in processors(pipe).items()}, run()
+        before, untouched = classes(pipe), run()
         elfatt_sd.apply_patch(pipe, row.few)
         without = run()
         take_out = row.put(pipe)
@@ -423,7 +409,7 @@ def test_whoever_comes_first(folder: Path, name: str) -> None:
         removed = run(**row.given)
         if take_out is not None:
             take_out()
-            assert {place: type(each) for place, each in processors(pipe).items()} == before
+            assert classes(pipe) == before
             assert torch.equal(run(), untouched)
         pipe, run = row.make(folder)
         take_out = row.put(pipe)
@@ -463,8 +449,8 @@ def test_whoever_comes_first(folder: Path, name: str) -> None:
 def test_offload_of_a_gpu(folder: Path, offload: str, patch_first: bool) -> None:
     """It makes what the same pipeline makes whose weights are all on the GPU."""
     pipe, there = sd15(folder), sd15(folder).to("cuda")
-    elfatt_sd.apply_patch(there, TWO_PHASES)
-    steps = [lambda: elfatt_sd.apply_patch(pipe, TWO_PHASES), getattr(pipe, offload)]
+    elfatt_sd.apply_patch(there, checks.TWO_PHASES)
+    steps = [lambda: elfatt_sd.apply_patch(pipe, checks.TWO_PHASES), getattr(pipe, offload)]
     for step in steps if patch_first else reversed(steps):
         step()
     torch.testing.assert_close(runner(pipe)().cpu(), runner(there)().cpu(), atol=1e-3, rtol=0)

@@ -22,7 +22,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.models.attention_processor import Attention
 from support import tiny_pipelines as tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -143,12 +142,12 @@ def recorded() -> Iterator[Counter[tuple[int, str]]]:
 
 
 def processors(pipe: Any) -> dict[str, Any]:
-    """Every attention processor of a pipeline's UNet and ControlNets."""
+    """Every attention processor of a pipeline's denoisers."""
     return {
         f"{name}.{place}": module.processor
         for name, net in find_denoisers(pipe).items()
         for place, module in unwrap(net).named_modules()
-        if isinstance(module, Attention)
+        if hasattr(module, "processor")
     }
 
 
