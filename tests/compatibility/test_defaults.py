@@ -11,21 +11,23 @@ import pytest
 import torch
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import generator
+from support.checks import ACTIVE, generator
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
 from elfatt_sd.attention import ordering
-from elfatt_sd.config import METHODS
 from elfatt_sd.toy import renderer
 from elfatt_sd.toy.features import load_feature_extractor
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float16]
 CONFIGS = [
-    *(PatchConfig.preset(method) for method in METHODS if method != "sd"),
+    *map(PatchConfig.preset, ACTIVE),
     PatchConfig("sampled", (Phase(1.0, "sampled", keys=16, residual_steps=2),)),
     PatchConfig("cells", (Phase(1.0, "cell_spread", cell=5, block_size=16),)),  # they do not divide the tokens
     PatchConfig("curve", (Phase(1.0, "block", block_size=16, block_order="curve", second_order="spread"),)),
+]
+JOINT = [
+    config for config in CONFIGS if all(phase.attention.joint and not phase.merge.ratio for phase in config.all_phases)
 ]
 FACTORIES = {
     *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"),
@@ -42,90 +44,64 @@ def defaults() -> Iterator[None]:
     torch.set_default_device(None)
 
 
-def forget() -> None:
-    """Let nothing be kept that was made with other defaults."""
-    for kept in (ordering._static, ordering.lattice_order):
-        kept.cache_clear()
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator())
 
 
-def call(model: Any) -> Callable[[], torch.Tensor]:
-    """A function that calls a model twice, in steps that share differences, with what was made before."""
-    if hasattr(model, "mid_block"):
-        given = {"sample": torch.randn(2, 4, 16, 12, generator=generator())}
-        given["encoder_hidden_states"] = torch.randn(2, 7, tiny.TEXT_WIDTH, generator=generator())
-    else:
-        ids = torch.zeros(24, 3)
-        ids[:, 1], ids[:, 2] = torch.arange(6).repeat_interleave(4), torch.arange(4).repeat(6)
-        config = model.config
-        text = torch.randn(1, 7, config.joint_attention_dim, generator=generator())
-        pooled = torch.randn(1, config.pooled_projection_dim, generator=generator())
-        given = {"hidden_states": torch.randn(1, 24, 16, generator=generator()), "encoder_hidden_states": text}
-        given |= {"pooled_projections": pooled, "img_ids": ids, "txt_ids": torch.zeros(7, 3)}
-    steps = torch.arange(999, -1, -1)
-    timesteps = steps if hasattr(model, "mid_block") else (steps + 1) / 1000
+def unet() -> tuple[Any, torch.Tensor, dict[str, Any]]:
+    given = {"sample": random(2, 4, 16, 12), "encoder_hidden_states": random(2, 7, tiny.TEXT_WIDTH)}
+    return tiny.unet(), torch.arange(999, -1, -1), given
+
+
+def flux() -> tuple[Any, torch.Tensor, dict[str, Any]]:
+    ids = torch.zeros(24, 3)
+    ids[:, 1], ids[:, 2] = torch.arange(6).repeat_interleave(4), torch.arange(4).repeat(6)
+    given = {"hidden_states": random(1, 24, 16), "encoder_hidden_states": random(1, 7, tiny_transformers.TEXT_WIDTH)}
+    given |= {"pooled_projections": random(1, tiny.TEXT_WIDTH), "img_ids": ids, "txt_ids": torch.zeros(7, 3)}
+    return tiny_transformers.flux_transformer(), torch.arange(1000, 0, -1) / 1000, given
+
+
+CASES: list[tuple[Callable[[], Any], PatchConfig]] = [(unet, config) for config in CONFIGS]
+CASES += [(flux, config) for config in JOINT]
+
+
+@pytest.mark.parametrize(("make", "config"), CASES, ids=lambda each: getattr(each, "method", None) or each.__name__)
+def test_the_same_is_drawn_with_every_default(make: Callable[[], Any], config: PatchConfig) -> None:
+    """In two steps, which share differences. As a default device, the meta device stands for a GPU."""
+    model, steps, given = make()
 
     def run() -> torch.Tensor:
         with torch.no_grad():
-            made = [model(**given, timestep=each, return_dict=False)[0] for each in timesteps[950:952, None].unbind()]
-        return torch.cat(made)
+            timesteps = steps[950:952, None].unbind()
+            return torch.cat([model(**given, timestep=each, return_dict=False)[0] for each in timesteps])
 
-    return run
+    def patched() -> torch.Tensor:
+        for kept in (ordering._static, ordering.lattice_order):
+            kept.cache_clear()  # was made with other defaults
+        with elfatt_sd.patched(model, config):
+            return run()
 
-
-def skip_if_refused(model: Any, config: PatchConfig) -> None:
-    joint = not hasattr(model, "mid_block")
-    if joint and any(phase.merge.ratio or not phase.attention.joint for phase in config.all_phases):
-        pytest.skip("not for layers that join image and text")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
-@pytest.mark.parametrize("make", [tiny.unet, tiny_transformers.flux_transformer], ids=["unet", "flux"])
-def test_the_same_is_drawn_with_every_default_dtype(make: Any, config: PatchConfig, dtype: torch.dtype) -> None:
-    model = make()
-    skip_if_refused(model, config)
-    run = call(model)
-    untouched = run()
-    with elfatt_sd.patched(model, config):
-        expected = run()
+    untouched, expected = run(), patched()
     assert not torch.equal(expected, untouched)
-    forget()
-    torch.set_default_dtype(dtype)
-    assert torch.equal(run(), untouched)
-    with elfatt_sd.patched(model, config):
-        assert torch.equal(run(), expected)
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.method)
-@pytest.mark.parametrize("make", [tiny.unet, tiny_transformers.flux_transformer], ids=["unet", "flux"])
-def test_nothing_is_made_on_the_default_device(make: Any, config: PatchConfig) -> None:
-    """The meta device stands for a GPU."""
-    model = make()
-    skip_if_refused(model, config)
-    run = call(model)
-    with elfatt_sd.patched(model, config):
-        expected = run()
-    forget()
-    with torch.device("meta"), elfatt_sd.patched(model, config):
-        assert torch.equal(run(), expected)
-
-
-def test_scenes_are_the_same() -> None:
-    expected = renderer.render(renderer.sample_scenes(3, 0), 16)
     for dtype in DTYPES:
         torch.set_default_dtype(dtype)
-        torch.set_default_device("meta")
-        assert torch.equal(renderer.render(renderer.sample_scenes(3, 0), 16), expected)
+        assert torch.equal(run(), untouched)
+        assert torch.equal(patched(), expected)
+    torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert torch.equal(patched(), expected)
 
 
-def test_networks_that_look_at_images_are_the_same() -> None:
+def test_scenes_and_networks_that_look_at_images_are_the_same() -> None:
+    scenes = renderer.render(renderer.sample_scenes(3, 0), 16)
     images = renderer.render(renderer.sample_scenes(2, 0), 64).mul(255).to(torch.uint8)
-    expected = load_feature_extractor()(images)
-    torch.set_default_dtype(torch.bfloat16)
+    features = load_feature_extractor()(images)
     torch.set_default_device("meta")
-    assert torch.equal(load_feature_extractor()(images), expected)
-    assert torch.get_default_dtype() == torch.bfloat16
-    assert torch.get_default_device().type == "meta"
+    for dtype in DTYPES:
+        torch.set_default_dtype(dtype)
+        assert torch.equal(renderer.render(renderer.sample_scenes(3, 0), 16), scenes)
+        assert torch.equal(load_feature_extractor()(images), features)
+        assert (torch.get_default_dtype(), torch.get_default_device().type) == (dtype, "meta")
 
 
 def test_whatever_is_made_says_its_dtype_and_device() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,45 +17,44 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support import tiny_pipelines as tiny
-from support import tiny_transformers
-from support.checks import generator, like, picture
+from support.checks import ACTIVE, generator, like
+from support.tiny_transformers import embeds, flow_scheduler, flux_transformer, made, runner
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
-from elfatt_sd.config import METHODS
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import main_denoiser
 from elfatt_sd.runtime.denoiser import Patch
 from elfatt_sd.runtime.schedule import KEPT, Position
 
 SHARED = PatchConfig("shared", (Phase(0.25), Phase(1.0, "cell_spread", cell=4, block_size=4, residual_steps=3)))
-TEXT = tiny_transformers.embeds(width=8)
 DYNAMIC = {"shift": 1.0, "use_dynamic_shifting": True, "base_shift": 1.15, "max_shift": 1.16}
-
-
-def flux() -> tuple[Any, Any]:
-    pipe, run = tiny_transformers.flux_run()
-    pipe.scheduler = tiny_transformers.flow_scheduler(**DYNAMIC)
-    return pipe, run
-
-
 # Calls of a transformer in a step. Wan is given a timestep for each token, as with a first frame that is given.
-CASES = {"Flux.1": 1, "Qwen-Image": 2, "Z-Image": 1, "Wan": 1, "HunyuanVideo": 1}
+CALLS = {"Flux.1": 1, "Qwen-Image": 2, "Z-Image": 1, "Wan": 1, "HunyuanVideo": 1}
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[Any, Any, int]:
-    pipe, run = tiny_transformers.made(request.param, **({"guidance_scale": 1.0} if request.param == "Wan" else {}))
-    if request.param == "Wan":
+def case(name: str) -> tuple[Any, Callable[[Any], Any]]:
+    """A pipeline of a family, and what draws with a pipeline like it."""
+    pipe, run = made(name, **({"guidance_scale": 1.0} if name == "Wan" else {}))
+    if name == "Wan":
         pipe.register_to_config(expand_timesteps=True)
-    if request.param == "Flux.1":
-        pipe.scheduler = tiny_transformers.flow_scheduler(**DYNAMIC)
-    return pipe, run, CASES[request.param]
+    if name == "Flux.1":
+        pipe.scheduler = flow_scheduler(**DYNAMIC)
+    return pipe, lambda pipe: runner(pipe, **run.given)
+
+
+def shifted(pipe: Any, shift: float) -> Any:
+    """A pipeline around the same models with a scheduler of its own."""
+    other = copy.copy(pipe)
+    other.scheduler = flow_scheduler(shift=shift)
+    return other
 
 
 @contextlib.contextmanager
 def positions() -> Iterator[list[Position]]:
-    """Return the positions of all calls while the block runs."""
+    """The positions of all calls while the block runs."""
     found: list[Position] = []
     begin = Patch.begin
 
@@ -67,218 +67,246 @@ def positions() -> Iterator[list[Position]]:
         yield found
 
 
-def run_of(pipe: Any, run: Any) -> Any:
-    return tiny_transformers.runner(pipe, **run.given)
-
-
 def steps(count: int, calls: int = 1, first: int = 0) -> list[Position]:
     return [Position(step, count) for step in range(first, count) for _ in range(calls)]
 
 
-@pytest.mark.parametrize("drew", [False, True], ids=["fresh", "after the first drew"])
-def test_a_second_pipeline_with_another_shift(case: Any, drew: bool) -> None:
-    pipe, run, calls = case
-    second = copy.copy(pipe)
-    second.scheduler = tiny_transformers.flow_scheduler(shift=7.0)
-    with elfatt_sd.patched(second, SHARED):
-        own = run_of(second, run)(num_inference_steps=9)
-    with elfatt_sd.patched(pipe, SHARED):
-        if drew:
-            run(num_inference_steps=5)
-        with positions() as found:
-            made = run_of(second, run)(num_inference_steps=9)
-        assert found == steps(9, calls)
-        assert torch.equal(made, own)
-        pipe.scheduler = tiny_transformers.flow_scheduler(shift=2.0)
-        with positions() as found:
-            run(num_inference_steps=7)
-        assert found == steps(7, calls)
-
-
-@pytest.mark.parametrize("wrapped", ["bare", "PEFT", "copy"])
-def test_a_transformer_without_its_pipeline(case: Any, wrapped: str) -> None:
-    pipe, run, calls = case
-    if wrapped == "PEFT":
-        peft = pytest.importorskip("peft")
+@pytest.mark.parametrize("target", ["pipeline", "transformer", "PEFT", "copy"])
+@pytest.mark.parametrize("name", CALLS)
+def test_each_run_is_counted_by_the_scheduler_that_draws(name: str, target: str) -> None:
+    """Whatever was patched, and whichever of two pipelines around the model draws first."""
+    pipe, of = case(name)
+    with elfatt_sd.patched(shifted(pipe, 7.0), SHARED):
+        own = of(shifted(pipe, 7.0))(num_inference_steps=9)
+    whole: Any = pipe if target == "pipeline" else pipe.transformer
+    if target == "PEFT":
         names = [name for name, part in pipe.transformer.named_modules() if isinstance(part, torch.nn.Linear)]
-        config = peft.LoraConfig(r=2, target_modules=names[-1:])
-        elfatt_sd.apply_patch(peft.get_peft_model(pipe.transformer, config), SHARED)
-    else:
-        elfatt_sd.apply_patch(pipe.transformer, SHARED)
-    if wrapped == "copy":
+        whole = get_peft_model(pipe.transformer, LoraConfig(r=2, target_modules=names[-1:]))
+    elfatt_sd.apply_patch(whole, SHARED)
+    if target == "copy":
         pipe = copy.deepcopy(pipe)
-    for count in (8, 5):
+    second = shifted(pipe, 7.0)
+    for each, count in ((second, 9), (pipe, 8), (second, 9), (pipe, 5), (shifted(pipe, 2.0), 7)):
         with positions() as found:
-            run_of(pipe, run)(num_inference_steps=count)
-        assert found == steps(count, calls)
-
-
-def test_image_to_image_with_another_shift(tmp_path: Path) -> None:
-    pipe = tiny_transformers.flux(tmp_path)
-    pipe.vae.register_to_config(shift_factor=0.1)
-    elfatt_sd.apply_patch(pipe, SHARED)
-    other = diffusers.FluxImg2ImgPipeline.from_pipe(pipe)
-    other.scheduler = tiny_transformers.flow_scheduler(shift=9.0)
-    pipe("a b", num_inference_steps=4, height=32, width=32, output_type="latent")
-    given = {"prompt": "a b", "image": picture(), "strength": 0.5, "height": 32, "width": 32}
-    with positions() as found:
-        other(num_inference_steps=8, output_type="latent", **given)
-    assert found == steps(8, first=4)
-
-
-def test_threads_get_the_images_that_they_get_alone(case: Any) -> None:
-    pipe, run, _ = case
-    pipes = [copy.copy(pipe) for _ in range(3)]
-    for index, each in enumerate(pipes):
-        each.scheduler = tiny_transformers.flow_scheduler(shift=(3.0, 3.0, 8.0)[index])
-    elfatt_sd.apply_patch(pipe, SHARED)
-    alone = [run_of(each, run)(num_inference_steps=6 + index // 2) for index, each in enumerate(pipes)]
-    found: dict[int, torch.Tensor] = {}
-    ready = threading.Barrier(3)
-
-    def draw(index: int) -> None:
-        ready.wait()
-        found[index] = run_of(pipes[index], run)(num_inference_steps=6 + index // 2)
-
-    threads = [threading.Thread(target=draw, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(found[index], alone[index]) for index in range(3))
-
-
-def call(transformer: Any, image: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-    """Call a transformer of Flux as its pipeline does."""
-    tokens, ids = image.shape[1], torch.zeros(image.shape[1], 3)
-    ids[:, 1], ids[:, 2] = torch.arange(tokens) // 4, torch.arange(tokens) % 4
-    text = {"encoder_hidden_states": TEXT, "pooled_projections": torch.zeros(1, 32), "txt_ids": torch.zeros(7, 3)}
-    with torch.no_grad():
-        return transformer(image, timestep=timestep.expand(1) / 1000, img_ids=ids, **text).sample
-
-
-def noise(seed: int) -> torch.Tensor:
-    return torch.randn(1, 24, 16, generator=torch.Generator().manual_seed(seed))
-
-
-def denoised(transformer: Any, scheduler: Any, seed: int, count: int = 8) -> Iterator[torch.Tensor]:
-    """The images of a loop of one's own, one a step, as a server hands them on."""
-    scheduler.set_timesteps(count)
-    image = noise(seed)
-    for timestep in scheduler.timesteps:
-        image = scheduler.step(call(transformer, image, timestep), timestep, image).prev_sample
-        yield image
-
-
-@pytest.mark.parametrize(
-    "order",
-    [[0, 1, 2] * 8, [0] * 3 + [1] * 5 + [2] * 8 + [0] * 5 + [1] * 3, [0, 1, 1, 0, 2, 0, 1, 2, 2] * 2 + [0, 1, 2] * 2],
-)
-def test_equal_schedules_of_one_thread(order: list[int]) -> None:
-    """Their values tell nothing; whose they are, the callers do."""
-    transformer = elfatt_sd.apply_patch(tiny_transformers.flux_transformer(), SHARED)
-    last = {seed: order.count(seed) - 1 for seed in range(3)}
-    alone = [list(denoised(transformer, tiny_transformers.flow_scheduler(), seed))[last[seed]] for seed in range(3)]
-    runs = [denoised(transformer, tiny_transformers.flow_scheduler(), seed) for seed in range(3)]
-    found = {}
-    for seed in order:
-        found[seed] = next(runs[seed])
-    assert all(torch.equal(found[seed], alone[seed]) for seed in range(3))
+            image = of(each)(num_inference_steps=count)
+        assert found == steps(count, CALLS[name])
+        assert each is not second or torch.equal(image, own)
 
 
 def test_a_callback_that_draws_with_another_pipeline() -> None:
-    pipe, run = flux()
-    other = copy.copy(pipe)
-    other.scheduler = tiny_transformers.flow_scheduler()
+    pipe, of = case("Flux.1")
     elfatt_sd.apply_patch(pipe, SHARED)
-    alone = run(num_inference_steps=8)
+    alone = of(pipe)(num_inference_steps=8)
 
-    def preview(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        run_of(other, run)(num_inference_steps=8)
+    def preview(_: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        of(shifted(pipe, 3.0))(num_inference_steps=8)
         return kwargs
 
-    assert torch.equal(run(num_inference_steps=8, callback_on_step_end=preview), alone)
+    assert torch.equal(of(pipe)(num_inference_steps=8, callback_on_step_end=preview), alone)
 
 
-class Server:
-    """Holds its pipeline at some distance; a method of it calls the transformer."""
+# Threads.
 
-    def __init__(self, pipe: Any) -> None:
-        self.pipe = pipe
 
-    def call(self, image: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-        return call(self.pipe.transformer, image, timestep)
+def at_once(draws: list[Callable[[], Any]]) -> list[Any]:
+    ready = threading.Barrier(len(draws))
+
+    def run(draw: Callable[[], Any]) -> Any:
+        ready.wait()
+        return draw()
+
+    with ThreadPoolExecutor(len(draws)) as pool:
+        return list(pool.map(run, draws))
+
+
+@pytest.mark.parametrize("name", [*CALLS, *ACTIVE])
+def test_threads_get_the_images_that_they_get_alone(folder: Path, name: str) -> None:
+    """And leave nothing behind. transformers' fast tokenizers keep the padding of their latest call."""
+    if name in CALLS:
+        pipe, of = case(name)
+        elfatt_sd.apply_patch(pipe, SHARED)
+        each = [(shifted(pipe, shift), 6 + index // 2) for index, shift in enumerate((3.0, 3.0, 8.0))]
+        draws = [functools.partial(of(one), num_inference_steps=count) for one, count in each]
+    else:
+        pipe = tiny.sd15(folder)
+        elfatt_sd.apply_patch(pipe, name)
+        own = {part: copy.deepcopy(getattr(pipe, part)) for part in ("scheduler", "tokenizer")}
+        given = {"num_inference_steps": 6, "guidance_scale": 3.0, "width": 32, "return_dict": False}
+
+        def draw(pipe: Any, prompt: str, height: int) -> torch.Tensor:
+            return pipe(prompt, height=height, generator=generator(), output_type="latent", **given)[0]
+
+        other = like(diffusers.StableDiffusionPipeline, pipe, **own)
+        draws = [functools.partial(draw, pipe, "a", 32), functools.partial(draw, other, "b", 48)]
+    alone = [draw() for draw in draws]
+    for _ in range(2):
+        assert all(map(torch.equal, at_once(draws), alone))
+    gc.collect()
+    patch = main_denoiser(pipe).elfatt_patch
+    assert (len(patch._calls), len(patch.schedule._runs)) == (0, 1)
+
+
+def call(model: Any, image: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    """Call a UNet, or a transformer of Flux as its pipeline does."""
+    with torch.no_grad():
+        if hasattr(model, "conv_in"):
+            return model(image, timestep, embeds(width=tiny.TEXT_WIDTH)).sample  # type: ignore[no-any-return]
+        ids = torch.zeros(24, 3)
+        ids[:, 1], ids[:, 2] = torch.arange(24) // 4, torch.arange(24) % 4
+        text = {"encoder_hidden_states": embeds(width=8), "pooled_projections": torch.zeros(1, 32)}
+        text |= {"txt_ids": torch.zeros(7, 3), "img_ids": ids}
+        return model(image, timestep=timestep.expand(1) / 1000, **text).sample  # type: ignore[no-any-return]
+
+
+def noise(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape or (1, 24, 16), generator=torch.Generator().manual_seed(seed))
+
+
+def denoised(model: Any, scheduler: Any, seed: int) -> Iterator[torch.Tensor]:
+    """The images of a loop of one's own, one a step, as a server hands them on."""
+    scheduler.set_timesteps(8)
+    image = noise(seed, 1, 4, 8, 8) if hasattr(model, "conv_in") else noise(seed)
+    for timestep in scheduler.timesteps:
+        image = scheduler.step(call(model, image, timestep), timestep, image).prev_sample
+        yield image
+
+
+def patched_unet() -> Any:
+    return elfatt_sd.apply_patch(tiny.unet(sample_size=8), "elfatt-quality", block_size=16)
+
+
+def patched_flux() -> Any:
+    return elfatt_sd.apply_patch(flux_transformer(), SHARED)
+
+
+@pytest.mark.parametrize(
+    ("make", "scheduler", "shared"),
+    [(patched_flux, flow_scheduler, False), (patched_unet, tiny.ddim, False), (patched_unet, tiny.ddim, True)],
+    ids=["Flux.1", "UNet", "UNet, one scheduler"],
+)
+def test_runs_of_one_thread_go_on_wherever_they_are_interrupted(make: Any, scheduler: Any, shared: bool) -> None:
+    """As tasks of an event loop. The values of equal schedules tell nothing; whose they are, the callers do."""
+    model, one = make(), scheduler()
+    alone = [list(denoised(model, scheduler(), seed))[-1] for seed in range(3)]
+    late = [0] * 3 + [1] * 5 + [2] * 8 + [0] * 5 + [1] * 3
+    for order in ([0, 1, 2] * 8, late, [0, 1, 1, 0, 2, 0, 1, 2, 2] * 2 + [0, 1, 2] * 2):
+        runs = [denoised(model, one if shared else scheduler(), seed) for seed in range(3)]
+        found = {seed: next(runs[seed]) for seed in order}
+        assert all(torch.equal(found[seed], alone[seed]) for seed in range(3))
+
+
+def test_a_run_goes_on_in_another_thread() -> None:
+    """As an executor of a server hands each step to any of its threads."""
+    unet = patched_unet()
+    alone, run = list(denoised(unet, tiny.ddim(), 0))[-1], denoised(unet, tiny.ddim(), 0)
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        images = [pool.submit(next, run).result() for pool in (one, other, other, one, other, one, one, other)]
+    assert torch.equal(images[-1], alone)
+
+
+def test_runs_that_nobody_goes_on_with_are_let_go() -> None:
+    unet, scheduler = patched_unet(), tiny.ddim()
+    for _ in range(3):
+        next(denoised(unet, scheduler, 0))  # and is interrupted
+    assert len(unet.elfatt_patch.schedule._mine) == 1
+    kept = [denoised(unet, tiny.ddim(), index) for index in range(KEPT + 2)]
+    for run in kept:
+        next(run)
+    assert len(unet.elfatt_patch.schedule._mine) == KEPT
+
+
+def test_threads_that_share_a_compiled_model_are_told_so(fresh_compiler: None) -> None:
+    """Compiled code cannot ask for its thread: an error, never a wrong image."""
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("UpBlock2D",), "mid_block_type": None}
+    unet = elfatt_sd.apply_patch(tiny.unet(sample_size=8, block_out_channels=(8,), **blocks), "elfatt")
+    unet.compile(backend="eager")
+    inside, outside = threading.Event(), threading.Event()
+
+    def wait(*_: Any) -> None:
+        if threading.current_thread().name == "slow":
+            inside.set()
+            outside.wait(60)
+
+    unet.register_forward_pre_hook(torch.compiler.disable(wait))
+    given = noise(0, 1, 4, 8, 8), torch.tensor(999)
+    slow = threading.Thread(target=call, args=(unet, *given), name="slow")
+    slow.start()
+    inside.wait(60)
+    try:
+        with pytest.raises(ElfattError, match="two threads call a compiled and patched model at once"):
+            call(unet, *given)
+    finally:
+        outside.set()
+        slow.join()
+    assert call(unet, *given).isfinite().all()
+
+
+# Loops of one's own: where the scheduler is found.
+
+
+def serve(server: Any, image: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
+    return call(server.pipe.transformer, image, timestep)
 
 
 def test_a_function_in_between_that_holds_another_scheduler() -> None:
-    """The one whose count agrees is meant, although the other one has the same values."""
-    pipe, run = flux()
-    pipe.scheduler = tiny_transformers.flow_scheduler()
-    server = Server(pipe)
+    """At some distance: the one whose count agrees is meant, although the other one has the same values."""
+    pipe, of = case("Flux.1")
+    pipe.scheduler = flow_scheduler()
+    server = SimpleNamespace(pipe=pipe)
     elfatt_sd.apply_patch(pipe, SHARED)
     for _ in range(2):
         own = copy.deepcopy(pipe.scheduler)
         own.set_timesteps(6)
         with positions() as found:
             for timestep in own.timesteps:
-                own.step(server.call(noise(0), timestep), timestep, noise(0))
+                own.step(serve(server, noise(0), timestep), timestep, noise(0))
         assert found == steps(6)
-        run(num_inference_steps=6)
+        of(pipe)(num_inference_steps=6)
 
 
-def test_steps_of_ones_own_and_containers() -> None:
-    """Loops that never step their scheduler, and that hold it in a list, in an object, or in the module."""
-    transformer = elfatt_sd.apply_patch(tiny_transformers.flux_transformer(), SHARED)
-    for hold in (lambda own: [own], lambda own: {"flow": own}, lambda own: SimpleNamespace(own=own, others=())):
-        held: Any = hold(tiny_transformers.flow_scheduler())
-        for count in (6, 4):
-            (own,) = (held if isinstance(held, list) else [*(held if isinstance(held, dict) else vars(held)).values()])[
-                :1
-            ]
-            own.set_timesteps(count)
-            values = own.timesteps.tolist()
-            del own
-            with positions() as found:
-                for value in values:
-                    call(transformer, noise(0), torch.tensor(value))
-            assert found == steps(count)
+def begun(held: Any, count: int) -> list[float]:
+    """Begin a schedule of the scheduler in a container."""
+    inside = held if isinstance(held, list) else (held if isinstance(held, dict) else vars(held)).values()
+    own = next(iter(inside))
+    own.set_timesteps(count)
+    return own.timesteps.tolist()  # type: ignore[no-any-return]
 
 
-OF_THE_MODULE = tiny_transformers.flow_scheduler()
+OF_THE_MODULE = [flow_scheduler()]
 
 
-def test_a_scheduler_of_the_module_in_another_thread() -> None:
-    transformer = elfatt_sd.apply_patch(tiny_transformers.flux_transformer(), SHARED)
+@pytest.mark.parametrize("hold", [lambda it: [it], lambda it: {"flow": it}, lambda it: SimpleNamespace(it=it, more=())])
+def test_schedulers_that_are_never_stepped(hold: Callable[[Any], Any]) -> None:
+    """In a list, in an object; or in the module, of another thread."""
+    transformer, held = patched_flux(), hold(flow_scheduler())
+    for count in (6, 4):
+        with positions() as found:
+            for value in begun(held, count):
+                call(transformer, noise(0), torch.tensor(value))
+        assert found == steps(count)
+    del held
 
     def loop() -> None:
-        OF_THE_MODULE.set_timesteps(5)
-        for timestep in OF_THE_MODULE.timesteps:
-            call(transformer, noise(0), timestep)
+        for value in begun(OF_THE_MODULE, 5):
+            call(transformer, noise(0), torch.tensor(value))
 
     with positions() as found:
-        thread = threading.Thread(target=loop)
-        thread.start()
-        thread.join()
+        at_once([loop])
     assert found == steps(5)
 
 
 @pytest.mark.parametrize("method", ["elfatt-fast", "elfatt-quality"])
 def test_a_value_on_no_schedule_is_not_placed_in_silence(method: str) -> None:
-    transformer = elfatt_sd.apply_patch(tiny_transformers.flux_transformer(), method)
+    transformer = elfatt_sd.apply_patch(flux_transformer(), method)
     with pytest.warns(UserWarning, match="on no schedule.*holds the scheduler"), positions() as found:
         for value in (1000.0, 700.5, 300.5, 20.5, 0.5):
             call(transformer, noise(0), torch.tensor(value))
-    assert [(position.step, position.scheduled) for position in found] == [
-        (place, False) for place in (0, 298, 698, 978, 998)
-    ]
+    assert [tuple(position) for position in found] == [(step, 1000, False) for step in (0, 298, 698, 978, 998)]
 
 
 def test_what_a_caller_holds_is_let_go() -> None:
     """Up to Python 3.12, a look at variables keeps what they held; and what `locals()` gave is the caller's own."""
-    transformer, own = (
-        elfatt_sd.apply_patch(tiny_transformers.flux_transformer(), SHARED),
-        tiny_transformers.flow_scheduler(),
-    )
+    transformer, own = patched_flux(), flow_scheduler()
     kept = locals()
     own.set_timesteps(4)
 
@@ -293,141 +321,3 @@ def test_what_a_caller_holds_is_let_go() -> None:
 
     assert loop()
     assert kept["transformer"] is transformer
-
-
-ACTIVE = [method for method in METHODS if method != "sd"]
-SIZES = [(32, 32), (48, 32)]
-
-
-def other(pipe: Any) -> Any:
-    """A pipeline around the same models; transformers' fast tokenizers keep the padding of their latest call."""
-    own = {name: copy.deepcopy(getattr(pipe, name)) for name in ("scheduler", "tokenizer")}
-    return like(diffusers.StableDiffusionPipeline, pipe, **own)
-
-
-def draw_with(pipe: Any, index: int, steps: int = 9) -> torch.Tensor:
-    height, width = SIZES[index]
-    size = {"height": height, "width": width}
-    return pipe(
-        "ab"[index], num_inference_steps=steps, guidance_scale=3.0, generator=generator(), output_type="pt", **size
-    ).images
-
-
-def in_threads(count: int, work: Any) -> list[Exception]:
-    """Run `work(index)` in threads at once, and return what they raised."""
-    errors: list[Exception] = []
-    ready = threading.Barrier(count)
-
-    def run(index: int) -> None:
-        ready.wait()
-        try:
-            work(index)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
-
-
-@pytest.mark.parametrize("method", ACTIVE)
-def test_each_thread_gets_the_image_that_it_gets_alone(folder: Path, method: str) -> None:
-    first = tiny.sd15(folder)
-    pipes = [first, other(first)]
-    elfatt_sd.apply_patch(first, method)
-    alone = [draw_with(pipe, index) for index, pipe in enumerate(pipes)]
-    found: list[list[torch.Tensor]] = [[], []]
-    errors = in_threads(2, lambda index: found[index].extend(draw_with(pipes[index], index) for _ in range(3)))
-    assert not errors
-    for index in range(2):
-        assert all(torch.equal(image, alone[index]) for image in found[index])
-
-
-def unet_images(unet: Any, scheduler: Any, index: int) -> Iterator[torch.Tensor]:
-    """The images of a loop of one's own, one a step, as a server hands them on."""
-    scheduler.set_timesteps(8)
-    drawn = torch.Generator().manual_seed(index)
-    image, text = torch.randn(2, 4, 8, 8, generator=drawn), torch.randn(2, 5, tiny.TEXT_WIDTH, generator=drawn)
-    for timestep in scheduler.timesteps:
-        with torch.no_grad():
-            noise = unet(image, timestep, text).sample
-        image = scheduler.step(noise, timestep, image).prev_sample
-        yield image
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["schedulers", "one scheduler"])
-@pytest.mark.parametrize(
-    "order", [[0, 1, 2] * 8, [0] * 3 + [1] * 5 + [2] * 8 + [0] * 5 + [1] * 3], ids=["turns", "late"]
-)
-def test_runs_of_one_thread_go_on_wherever_they_are_interrupted(order: list[int], shared: bool) -> None:
-    """As tasks of an event loop, or a callback that draws another image."""
-    unet = elfatt_sd.apply_patch(tiny.unet(sample_size=8), "elfatt-quality", block_size=16)
-    schedulers = [tiny.ddim()] * 3 if shared else [tiny.ddim() for _ in range(3)]
-    alone = [list(unet_images(unet, tiny.ddim(), index))[-1] for index in range(3)]
-    runs = [unet_images(unet, scheduler, index) for index, scheduler in enumerate(schedulers)]
-    found = {}
-    for index in order:
-        found[index] = next(runs[index])
-    assert all(torch.equal(found[index], alone[index]) for index in range(3))
-
-
-def test_a_run_goes_on_in_another_thread() -> None:
-    """As an executor of a server hands each step to any of its threads."""
-    unet = elfatt_sd.apply_patch(tiny.unet(sample_size=8), "elfatt-quality", block_size=16)
-    alone = list(unet_images(unet, tiny.ddim(), 0))[-1]
-    run = unet_images(unet, tiny.ddim(), 0)
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        images = [pool.submit(next, run).result() for pool in (one, other, other, one, other, one, one, other)]
-    assert torch.equal(images[-1], alone)
-
-
-def test_runs_that_nobody_goes_on_with_are_let_go() -> None:
-    unet = elfatt_sd.apply_patch(tiny.unet(sample_size=8), "elfatt-quality", block_size=16)
-    runs, scheduler = unet.elfatt_patch.schedule, tiny.ddim()
-    for _ in range(3):
-        next(unet_images(unet, scheduler, 0))  # and is interrupted
-    assert len(runs._mine) == 1
-    kept = [unet_images(unet, tiny.ddim(), index) for index in range(KEPT + 2)]
-    for run in kept:
-        next(run)
-    assert len(runs._mine) == KEPT
-
-
-def test_threads_that_share_a_compiled_model_are_told_so() -> None:
-    """Compiled code cannot ask for its thread: an error, never a wrong image."""
-    torch._dynamo.reset()
-    unet = tiny.unet(sample_size=8)
-    elfatt_sd.apply_patch(unet, "elfatt")
-    unet.compile(backend="eager")
-    sample, text = torch.randn(1, 4, 8, 8), torch.randn(1, 5, tiny.TEXT_WIDTH)
-    inside, outside = threading.Event(), threading.Event()
-
-    def wait(*_: Any) -> None:
-        if threading.current_thread().name == "slow":
-            inside.set()
-            outside.wait(60)
-
-    unet.register_forward_pre_hook(torch.compiler.disable(wait))
-    slow = threading.Thread(target=lambda: unet(sample, 999, text), name="slow")
-    slow.start()
-    inside.wait(60)
-    try:
-        with pytest.raises(ElfattError, match="two threads call a compiled and patched model at once"):
-            unet(sample, 999, text)
-    finally:
-        outside.set()
-        slow.join()
-    assert unet(sample, 999, text).sample.isfinite().all()
-    torch._dynamo.reset()
-
-
-def test_a_finished_thread_leaves_nothing(folder: Path) -> None:
-    pipe = tiny.sd15(folder)
-    elfatt_sd.apply_patch(pipe, "elfatt-quality")
-    assert not in_threads(1, lambda index: draw_with(pipe, index))
-    patch = pipe.unet.elfatt_patch
-    assert not patch._calls
-    assert not patch.schedule._runs

@@ -22,19 +22,12 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.models.attention_processor import Attention
 from support import tiny_pipelines as tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
-from elfatt_sd.attention.softmax import (
-    agent_attention,
-    block_attention,
-    elfatt_attention,
-    pool_agents,
-    softmax_attention,
-)
+from elfatt_sd.attention import softmax
 from elfatt_sd.benchmarking.record import Results
 from elfatt_sd.benchmarking.report import clock, save
 from elfatt_sd.config import METHODS, PatchConfig, Phase
@@ -48,11 +41,9 @@ from elfatt_sd.runtime.processor import ElfattProcessor
 from elfatt_sd.runtime.schedule import Position
 from tools.toy import export
 
-# What has to hold for every pipeline that is patched and put back.
-
-FIRST = Phase(0.5, "elfatt", ratio=0.5, block_size=16, agents=8)
-TWO_PHASES = PatchConfig("two", (FIRST, Phase(1.0, "softmax", ratio=0.5)))
-SEED = 7
+TWO_PHASES = PatchConfig(
+    "two", (Phase(0.5, "elfatt", ratio=0.5, block_size=16, agents=8), Phase(1.0, "softmax", ratio=0.5))
+)
 STEPS: dict[str, Any] = {"num_inference_steps": 4, "output_type": "latent"}
 
 
@@ -96,7 +87,7 @@ class Work(TorchDispatchMode):
 
 
 def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(SEED)
+    return torch.Generator().manual_seed(7)
 
 
 def runner(pipe: Any, prompt: str = "a cat", **options: Any) -> Callable[[], torch.Tensor]:
@@ -114,7 +105,7 @@ def picture(height: int = 32, width: int = 32, channels: int = 3) -> torch.Tenso
 
 
 def with_effect(method: Any, **settings: Any) -> Any:
-    """Return those of some settings that change something in a method."""
+    """Those of some settings that change something in a method."""
     without = PatchConfig.preset(method).without_effect(settings)
     return {name: value for name, value in settings.items() if name not in without}
 
@@ -141,10 +132,8 @@ def recorded() -> Iterator[Counter[tuple[int, str]]]:
     approximated: Any = joint_processor._Joint.approximated
 
     def count_joint(joint: Any, *given: Any) -> torch.Tensor:
-        state = joint._state
-        calls[id(state.layer.attention), state.phase.attention.name] += 1
-        mixed: torch.Tensor = approximated(joint, *given)
-        return mixed
+        calls[id(joint._state.layer.attention), joint._state.phase.attention.name] += 1
+        return approximated(joint, *given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processor, "approximate", count)
@@ -153,73 +142,14 @@ def recorded() -> Iterator[Counter[tuple[int, str]]]:
 
 
 def processors(pipe: Any) -> dict[str, Any]:
-    """Every attention processor of a pipeline's UNet and ControlNets."""
+    """Every attention processor of a pipeline's denoisers."""
     return {
         f"{name}.{place}": module.processor
         for name, net in find_denoisers(pipe).items()
         for place, module in unwrap(net).named_modules()
-        if isinstance(module, Attention)
+        if hasattr(module, "processor")
     }
 
-
-def patched_layers(pipe: Any) -> dict[str, list[str]]:
-    """Names of the patched layers of each denoiser."""
-    return {
-        name: [layer.name for layer in find_layers(net) if isinstance(layer.attention.processor, ElfattProcessor)]
-        for name, net in find_denoisers(pipe).items()
-    }
-
-
-def layer_calls(pipe: Any, calls: Counter[Any]) -> dict[str, dict[str, int]]:
-    """Turn what `recorded` counted into calls by attention for every layer that had one."""
-    named = {
-        id(layer.attention): f"{net}.{layer.name}"
-        for net, denoiser in find_denoisers(pipe).items()
-        for layer in find_layers(denoiser)
-    }
-    found: dict[str, dict[str, int]] = {}
-    for (attention, kind), number in calls.items():
-        found.setdefault(named[attention], {})[kind] = number
-    return found
-
-
-def check_patch(
-    pipe: Any, run: Callable[[], torch.Tensor], *, layers: dict[str, int], calls: tuple[int, int] = (2, 2)
-) -> torch.Tensor:
-    """Patch a pipeline, run it twice, put it back, run it once more.
-
-    Args:
-        pipe: the pipeline or UNet.
-        run: makes a picture, always from the same noise.
-        layers: how many layers are patched in each denoiser.
-        calls: denoiser calls of one run in the first and in the second phase of `TWO_PHASES`.
-
-    Returns:
-        The patched picture.
-    """
-    before, untouched = processors(pipe), run()
-    elfatt_sd.apply_patch(pipe, TWO_PHASES)
-    patched = patched_layers(pipe)
-    assert {name: len(names) for name, names in patched.items()} == layers
-    with recorded() as counted:
-        picture = run()
-    first, second = calls
-    expected = {"elfatt": first, "softmax": second}
-    expected = {kind: number for kind, number in expected.items() if number}
-    assert layer_calls(pipe, counted) == {f"{net}.{name}": expected for net, names in patched.items() for name in names}
-    assert picture.isfinite().all()
-    assert picture.shape == untouched.shape
-    assert not torch.equal(picture, untouched)
-    assert torch.equal(run(), picture)
-    elfatt_sd.remove_patch(pipe)
-    after = processors(pipe)
-    assert after.keys() == before.keys()
-    assert all(after[name] is before[name] for name in before)
-    assert torch.equal(run(), untouched)
-    return picture
-
-
-# The image of a patched pipeline, and which layers have our processor.
 
 ACTIVE = [method for method in METHODS if method != "sd"]
 
@@ -235,9 +165,7 @@ def elfatt_processors(net: torch.nn.Module) -> list[str]:
     return [name for name, module in modules if isinstance(getattr(module, "processor", None), ElfattProcessor)]
 
 
-# What a small UNet is given.
-
-ROWS = COLUMNS = 16
+ROWS = COLUMNS = 16  # of a small UNet's latents
 
 
 def inputs(dtype: torch.dtype = torch.float64, batch: int = 2) -> tuple[Tensor, Tensor]:
@@ -245,8 +173,6 @@ def inputs(dtype: torch.dtype = torch.float64, batch: int = 2) -> tuple[Tensor, 
     text = torch.randn(batch, 5, tiny.TEXT_WIDTH, generator=generator(), dtype=torch.float64)
     return sample.to(dtype), text.to(dtype)
 
-
-# The state of a layer as autotuning is given it.
 
 SAMPLE = torch.zeros(2, 4, 16, 16)
 
@@ -261,8 +187,6 @@ def state_of(pipe: Any, config: PatchConfig) -> LayerCall:
 # Queries, keys and values, and every approximation of them.
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-
-
 LENGTHS = [1, 2, 7, 64, 100, 227, 257]
 
 
@@ -276,12 +200,12 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def approximations(q: Tensor, k: Tensor, v: Tensor, **kernel: Any) -> dict[str, Tensor]:
+    halves = {"agents": 6, "block_size": 30, **kernel}
     return {
-        "softmax": softmax_attention(q, k, v, **kernel),
-        "block": block_attention(q, k, v, 30, **kernel),
-        "agent": agent_attention(q, k, v, pool_agents(q, 6), value_shortcut=0.1, **kernel),
-        "heads": elfatt_attention(q, k, v, agents=6, block_size=30, split="heads", **kernel),
-        "channels": elfatt_attention(q, k, v, agents=6, block_size=30, split="channels", **kernel),
+        "softmax": softmax.softmax_attention(q, k, v, **kernel),
+        "block": softmax.block_attention(q, k, v, 30, **kernel),
+        "agent": softmax.agent_attention(q, k, v, softmax.pool_agents(q, 6), value_shortcut=0.1, **kernel),
+        **{split: softmax.elfatt_attention(q, k, v, split=split, **halves) for split in ("heads", "channels")},
     }
 
 
@@ -337,55 +261,42 @@ def check_methods(pipe: Any, run: Run) -> None:
 def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[int, ...] = (1, 4, 28)) -> None:
     """Phases are counted by the true step, in two runs in a row, and after an interrupted one.
 
-    Args:
-        pipe: the pipeline.
-        run: takes `num_inference_steps`.
-        layers: patched in all denoisers together.
-        calls: of the transformer in a step.
-        counts: of steps.
+    `run` takes `num_inference_steps`; `layers` are patched in all denoisers together; each step has `calls` of them.
     """
+
+    def stop(*_: Any) -> None:
+        ends.append(0)
+        if len(ends) == 3:
+            raise KeyboardInterrupt  # in the second call
+
     with elfatt_sd.patched(pipe, HALF):
         for steps in counts:
             wanted = [layers * (step < 0.5 * steps) for step in range(steps) for _ in range(calls)]
             for _ in range(2 if steps < 10 else 1):
-                assert by_call(pipe, run, steps) == wanted, f"{steps} steps"
-        interrupt(pipe, run)
+                ends = [0]  # approximated layers up to the end of each call, ControlNets before it included
+                with recorded() as seen, contextlib.ExitStack() as stack:
+                    for denoiser in step_denoisers(pipe).values():
+                        handle = denoiser.register_forward_hook(lambda *_, ends=ends: ends.append(sum(seen.values())))
+                        stack.callback(handle.remove)
+                    run(num_inference_steps=steps)
+                assert [after - before for before, after in itertools.pairwise(ends)] == wanted, f"{steps} steps"
+        ends = [0]
+        handle = main_denoiser(pipe).register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(num_inference_steps=6)
+        handle.remove()
         with recorded() as seen:
             run(num_inference_steps=4)
         assert sum(seen.values()) == layers * calls * 2, "after an interrupted run"
 
 
-def by_call(pipe: Any, run: Run, steps: int) -> list[int]:
-    """Return how many layers were approximated in each call of a transformer, and of ControlNets before it."""
-    ends: list[int] = [0]
-    with recorded() as seen, contextlib.ExitStack() as stack:
-        for denoiser in step_denoisers(pipe).values():
-            handle = denoiser.register_forward_hook(lambda *_: ends.append(sum(seen.values())))
-            stack.callback(handle.remove)
-        run(num_inference_steps=steps)
-    return [after - before for before, after in itertools.pairwise(ends)]
-
-
-def check_image_to_image(pipe: Any, run: Run, calls: int = 1) -> None:
-    """A run that begins at the fifth of eight steps knows which they are.
-
-    Args:
-        pipe: the pipeline.
-        run: begins there.
-        calls: of the transformer in a step.
-    """
-    check_all_keys(pipe, run)
-    check_methods(pipe, run)
-    with elfatt_sd.patched(pipe, PatchConfig("most", (Phase(0.75, "cell_spread", block_size=4),))):
-        for _ in range(2):
-            with recorded() as seen:
-                run()
-            assert set(seen.values()) == {2 * calls}, "steps 4 and 5 of 4 to 7"
-
-
 def check_texts(pipe: Any, run: Run) -> None:
     """A call with longer texts is patched as well, and leaves nothing to the calls after it."""
-    texts = {name: _longer(given) for name, given in run.given.items() if "prompt" in name and "pooled" not in name}
+
+    def longer(text: Any) -> Any:
+        return [longer(row[None])[0] for row in text] if isinstance(text, list) else torch.cat([text, text[:, :4]], 1)
+
+    texts = {name: longer(given) for name, given in run.given.items() if "prompt" in name and "pooled" not in name}
     assert texts
     untouched = run(**texts)
     with elfatt_sd.patched(pipe, PatchConfig("all", (ALL_KEYS["cell_spread"],))):
@@ -399,31 +310,6 @@ def check_texts(pipe: Any, run: Run) -> None:
     assert torch.equal(run(**texts), untouched)
 
 
-def _longer(text: Any) -> Any:
-    """Return embeddings or their mask, or a list of such rows, with some of them again at the end."""
-    if isinstance(text, list):
-        return [torch.cat([row, row[:4]]) for row in text]
-    return torch.cat([text, text[:, :4]], 1)
-
-
-def interrupt(pipe: Any, run: Run) -> None:
-    """Break a run off in its second call of the transformer."""
-    count = 0
-
-    def stop(*_: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == 2:
-            raise KeyboardInterrupt
-
-    handle = main_denoiser(pipe).register_forward_pre_hook(stop)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run(num_inference_steps=6)
-    finally:
-        handle.remove()
-
-
 def check_plan(pipe: Any, tokens: int, layers: int, *, counted: bool = True, **size: Any) -> None:
     """A plan knows the layers, their tokens and, but for models that read values, what a call costs."""
     plan = elfatt_sd.plan(pipe, HALF, **size)
@@ -432,8 +318,7 @@ def check_plan(pipe: Any, tokens: int, layers: int, *, counted: bool = True, **s
     if not counted:
         assert "not counted" in str(plan.call)
         return
-    assert plan.call.before is not None
-    assert plan.call.after is not None
+    assert plan.call.before is not None and plan.call.after is not None
     assert 0 < plan.call.after < plan.call.before
 
 
@@ -454,28 +339,14 @@ def all_layers(pipe: Any) -> list[Any]:
 
 # Schedulers by name, and where a timestep is on their schedule.
 
-KARRAS = {"use_karras_sigmas": True}
-
-
-SCHEDULERS: list[tuple[str, dict[str, Any]]] = [
-    ("DDIMScheduler", {}),
-    ("DDPMScheduler", {}),
-    ("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1}),
-    ("EulerDiscreteScheduler", {}),
-    ("EulerDiscreteScheduler", KARRAS),
-    ("EulerAncestralDiscreteScheduler", {}),
-    ("HeunDiscreteScheduler", {}),
-    ("HeunDiscreteScheduler", KARRAS),
-    ("KDPM2DiscreteScheduler", {}),
-    ("KDPM2DiscreteScheduler", KARRAS),
-    ("DPMSolverMultistepScheduler", {}),
-    ("DPMSolverMultistepScheduler", KARRAS),
-    ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}),
-    ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++", **KARRAS}),
-    ("UniPCMultistepScheduler", {}),
-    ("UniPCMultistepScheduler", KARRAS),
-    ("LCMScheduler", {}),
-]
+_KARRAS: list[dict[str, Any]] = [{}, {"use_karras_sigmas": True}]
+_BY_NAME: dict[str, list[dict[str, Any]]] = {
+    **{"DDIM": [{}], "DDPM": [{}], "PNDM": [{"skip_prk_steps": True, "steps_offset": 1}], "EulerDiscrete": _KARRAS},
+    **{"EulerAncestralDiscrete": [{}], "HeunDiscrete": _KARRAS, "KDPM2Discrete": _KARRAS},
+    "DPMSolverMultistep": [*_KARRAS, *({"algorithm_type": "sde-dpmsolver++", **more} for more in _KARRAS)],
+    **{"UniPCMultistep": _KARRAS, "LCM": [{}]},
+}
+SCHEDULERS = [(f"{name}Scheduler", extra) for name, extras in _BY_NAME.items() for extra in extras]
 IDS = [name + "".join(f"-{value}" for value in extra.values()) for name, extra in SCHEDULERS]
 
 

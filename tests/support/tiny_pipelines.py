@@ -32,6 +32,7 @@ from transformers import (
 
 SD15_SCHEDULE: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 TEXT_WIDTH = 32
+CLIP = {"hidden_size": TEXT_WIDTH, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
 def tokenizer(folder: Path) -> CLIPTokenizer:
@@ -46,50 +47,28 @@ def tokenizer(folder: Path) -> CLIPTokenizer:
 
 def text_config(**changes: Any) -> CLIPTextConfig:
     """A one-layer CLIP text encoder for `tokenizer`."""
-    return CLIPTextConfig(
-        vocab_size=190,
-        hidden_size=TEXT_WIDTH,
-        intermediate_size=37,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        max_position_embeddings=77,
-        bos_token_id=188,
-        eos_token_id=189,
-        pad_token_id=189,
-        **changes,
-    )
+    tokens = {"vocab_size": 190, "bos_token_id": 188, "eos_token_id": 189, "pad_token_id": 189}
+    return CLIPTextConfig(**CLIP, **tokens, max_position_embeddings=77, **changes)
 
 
 def vae() -> AutoencoderKL:
     """A VAE with factor 2 on each side."""
     torch.manual_seed(1)
-    return AutoencoderKL(
-        block_out_channels=(8, 8),
-        norm_num_groups=4,
-        in_channels=3,
-        out_channels=3,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        sample_size=32,
-    ).eval()
+    config: dict[str, Any] = {"block_out_channels": (8, 8), "norm_num_groups": 4, "latent_channels": 4}
+    config |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    return AutoencoderKL(**config, sample_size=32).eval()
 
 
 def unet(**changes: Any) -> UNet2DConditionModel:
-    """A UNet shaped like that of SD 1.5, two levels with transformers and a third without, 16x16 latents."""
+    """A UNet shaped like that of SD 1.5, two levels with transformers and a third without, 16x16 latents.
+
+    `attention_head_dim` is diffusers' name for the number of heads.
+    """
     torch.manual_seed(0)
-    config: dict[str, Any] = {
-        "block_out_channels": (16, 32, 32),
-        "layers_per_block": 1,
-        "sample_size": 16,
-        "in_channels": 4,
-        "out_channels": 4,
-        "norm_num_groups": 4,
-        "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        "cross_attention_dim": TEXT_WIDTH,
-        "attention_head_dim": 2,  # diffusers' name for the number of heads
-    }
+    config: dict[str, Any] = {"block_out_channels": (16, 32, 32), "layers_per_block": 1, "sample_size": 16}
+    config |= {"norm_num_groups": 4, "cross_attention_dim": TEXT_WIDTH, "attention_head_dim": 2}
+    config |= {"down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D")}
+    config |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D")}
     return UNet2DConditionModel(**{**config, **changes}).eval()
 
 
@@ -99,36 +78,28 @@ def text_encoder() -> CLIPTextModel:
 
 
 def sd15_parts(folder: Path, **unet_changes: Any) -> dict[str, Any]:
-    """The parts of a Stable Diffusion 1.5 pipeline."""
-    return {
-        "unet": unet(**unet_changes),
-        "vae": vae(),
-        "text_encoder": text_encoder(),
-        "tokenizer": tokenizer(folder / "tokenizer"),
-        "scheduler": PNDMScheduler(skip_prk_steps=True, steps_offset=1, **SD15_SCHEDULE),
-        "safety_checker": None,
-        "feature_extractor": None,
-    }
+    """The parts of a Stable Diffusion 1.5 pipeline; its own scheduler is PNDM."""
+    scheduler = PNDMScheduler(skip_prk_steps=True, steps_offset=1, **SD15_SCHEDULE)
+    parts = {"unet": unet(**unet_changes), "vae": vae(), "text_encoder": text_encoder(), "scheduler": scheduler}
+    return {**parts, "tokenizer": tokenizer(folder / "tokenizer"), "safety_checker": None, "feature_extractor": None}
 
 
 _RESNET = {
-    "norm1": "in_layers.0",
-    "conv1": "in_layers.2",
-    "time_emb_proj": "emb_layers.1",
-    "norm2": "out_layers.0",
-    "conv2": "out_layers.3",
-    "conv_shortcut": "skip_connection",
+    **{"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1"},
+    **{"norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection"},
 }
 _UNET = {
-    "time_embedding.linear_1": "time_embed.0",
-    "time_embedding.linear_2": "time_embed.2",
-    "conv_in": "input_blocks.0.0",
-    "conv_norm_out": "out.0",
-    "conv_out": "out.2",
-    "mid_block.resnets.0": "middle_block.0",
+    **{"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2"},
+    **{"conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"},
+    **{f"mid_block.resnets.{number}": f"middle_block.{2 * number}" for number in range(2)},
     "mid_block.attentions.0": "middle_block.1",
-    "mid_block.resnets.1": "middle_block.2",
 }
+for level in range(3):  # a level of `unet()` has one layer on the way down, and two on the way up
+    _UNET[f"down_blocks.{level}.downsamplers.0.conv"] = f"input_blocks.{2 * level + 2}.0.op"
+    _UNET[f"up_blocks.{level}.upsamplers.0.conv"] = f"output_blocks.{2 * level + 1}.{1 + (level > 0)}.conv"
+    for place, part in enumerate(("resnets", "attentions")):
+        _UNET[f"down_blocks.{level}.{part}.0"] = f"input_blocks.{2 * level + 1}.{place}"
+        _UNET |= {f"up_blocks.{level}.{part}.{layer}": f"output_blocks.{2 * level + layer}.{place}" for layer in (0, 1)}
 _VAE = [
     (r"(down|up)_blocks\.(\d+)\.resnets\.", r"\1.\2.block."),
     (r"(down|up)_blocks\.(\d+)\.(down|up)samplers\.0\.", r"\1.\2.\3sample."),
@@ -147,7 +118,12 @@ def original_checkpoint(pipe: StableDiffusionPipeline) -> dict[str, torch.Tensor
     """The weights of a pipeline by the names that a single-file checkpoint of Stable Diffusion 1.x has."""
     weights = {}
     for name, weight in pipe.unet.state_dict().items():
-        weights[f"model.diffusion_model.{_original_unet_name(pipe.unet, name)}"] = weight
+        part = next(part for part in _UNET if name.startswith(part + "."))
+        rest = name.removeprefix(part + ".")
+        if "resnets" in part:
+            own, _, kind = rest.partition(".")
+            rest = f"{_RESNET[own]}.{kind}"
+        weights[f"model.diffusion_model.{_UNET[part]}.{rest}"] = weight
     for name, weight in pipe.vae.state_dict().items():
         renamed = re.sub(r"up_blocks\.(\d+)", lambda found: f"up_blocks.{1 - int(found[1])}", name)  # of two levels
         for pattern, replacement in _VAE:
@@ -157,31 +133,6 @@ def original_checkpoint(pipe: StableDiffusionPipeline) -> dict[str, torch.Tensor
     for name, weight in pipe.text_encoder.state_dict().items():
         weights[f"cond_stage_model.transformer.text_model.{name.removeprefix('text_model.')}"] = weight
     return {name: weight.contiguous() for name, weight in weights.items()}
-
-
-def _original_unet_name(model: UNet2DConditionModel, name: str) -> str:
-    part = next((part for part in _UNET if name.startswith(part + ".")), None)
-    if part is not None:
-        place, rest = _UNET[part], name.removeprefix(part + ".")
-    else:
-        found = re.fullmatch(r"(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(?:conv\.)?(.+)", name)
-        assert found is not None, name
-        side, level, part, number, rest = found.groups()
-        each = model.config.layers_per_block + 1
-        first = int(level) * each
-        attends = int(hasattr(model.up_blocks[int(level)], "attentions"))
-        place = {
-            "down resnets": f"input_blocks.{first + int(number) + 1}.0",
-            "down attentions": f"input_blocks.{first + int(number) + 1}.1",
-            "down downsamplers": f"input_blocks.{first + each}.0.op",
-            "up resnets": f"output_blocks.{first + int(number)}.0",
-            "up attentions": f"output_blocks.{first + int(number)}.1",
-            "up upsamplers": f"output_blocks.{first + each - 1}.{1 + attends}.conv",
-        }[f"{side} {part}"]
-    if "resnets" in part:
-        own, _, kind = rest.partition(".")
-        rest = f"{_RESNET[own]}.{kind}"
-    return f"{place}.{rest}"
 
 
 def quiet(pipe: Any) -> Any:
@@ -205,20 +156,12 @@ def sdxl_parts(folder: Path, *, refiner: bool = False) -> dict[str, Any]:
     """The parts of an SDXL pipeline: no attention on the finest grid."""
     torch.manual_seed(2)
     projecting = text_config(projection_dim=32)
-    time_ids = 5 if refiner else 6
-    model = unet(
-        sample_size=32,
-        block_out_channels=(16, 32, 32),
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4, 4),
-        use_linear_projection=True,
-        transformer_layers_per_block=(1, 1, 2),
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=8 * time_ids + 32,
-        cross_attention_dim=32 if refiner else 64,
-    )
+    config: dict[str, Any] = {"sample_size": 32, "attention_head_dim": (2, 4, 4), "use_linear_projection": True}
+    config |= {"down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")}
+    config |= {"up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")}
+    config |= {"transformer_layers_per_block": (1, 1, 2), "addition_embed_type": "text_time"}
+    config |= {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 8 * (5 if refiner else 6) + 32}
+    model = unet(**config, cross_attention_dim=32 if refiner else 64)
     first = None if refiner else CLIPTextModel(text_config(projection_dim=32)).eval()
     return {
         "unet": model,
@@ -253,22 +196,16 @@ def controlnet(model: UNet2DConditionModel) -> ControlNetModel:
 def t2i_adapter() -> T2IAdapter:
     """A T2I adapter whose features fit `unet()`."""
     torch.manual_seed(4)
-    return T2IAdapter(
-        in_channels=3, channels=[16, 32, 32], num_res_blocks=1, downscale_factor=2, adapter_type="full_adapter"
-    ).eval()
+    config = {"in_channels": 3, "channels": [16, 32, 32], "num_res_blocks": 1, "downscale_factor": 2}
+    return T2IAdapter(**config, adapter_type="full_adapter").eval()
 
 
 def motion_adapter() -> MotionAdapter:
     """A motion adapter for `unet()`."""
     torch.manual_seed(5)
-    return MotionAdapter(
-        block_out_channels=(16, 32, 32),
-        motion_layers_per_block=1,
-        motion_norm_num_groups=4,
-        motion_num_attention_heads=2,
-        motion_max_seq_length=8,
-        use_motion_mid_block=False,
-    ).eval()
+    names = ("layers_per_block", "norm_num_groups", "num_attention_heads", "max_seq_length")
+    config = {f"motion_{name}": value for name, value in zip(names, (1, 4, 2, 8), strict=True)}
+    return MotionAdapter(block_out_channels=(16, 32, 32), use_motion_mid_block=False, **config).eval()
 
 
 def ddim() -> DDIMScheduler:
@@ -278,17 +215,8 @@ def ddim() -> DDIMScheduler:
 def image_encoder() -> CLIPVisionModelWithProjection:
     """A CLIP image encoder for IP-Adapters."""
     torch.manual_seed(6)
-    return CLIPVisionModelWithProjection(
-        CLIPVisionConfig(
-            hidden_size=32,
-            projection_dim=32,
-            intermediate_size=37,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            image_size=32,
-            patch_size=8,
-        )
-    ).eval()
+    config = CLIPVisionConfig(**CLIP, projection_dim=32, image_size=32, patch_size=8)
+    return CLIPVisionModelWithProjection(config).eval()
 
 
 def image_processor() -> CLIPImageProcessor:
@@ -297,8 +225,7 @@ def image_processor() -> CLIPImageProcessor:
 
 def ip_adapter(model: UNet2DConditionModel) -> dict[str, dict[str, torch.Tensor]]:
     """Weights of an IP-Adapter with four picture tokens, for a UNet and `image_encoder()`."""
-    tokens = 4
-    generator = torch.Generator().manual_seed(7)
+    width, generator = 4 * TEXT_WIDTH, torch.Generator().manual_seed(7)
 
     def weights(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * columns**-0.5
@@ -309,10 +236,6 @@ def ip_adapter(model: UNet2DConditionModel) -> dict[str, dict[str, torch.Tensor]
         inner = model.get_submodule(name.removesuffix(".processor")).to_k.out_features
         for part in ("to_k_ip", "to_v_ip"):
             layers[f"{2 * index + 1}.{part}.weight"] = weights(inner, TEXT_WIDTH)
-    projection = {
-        "proj.weight": weights(tokens * TEXT_WIDTH, 32),
-        "proj.bias": torch.zeros(tokens * TEXT_WIDTH),
-        "norm.weight": torch.ones(TEXT_WIDTH),
-        "norm.bias": torch.zeros(TEXT_WIDTH),
-    }
+    projection = {"proj.weight": weights(width, 32), "proj.bias": torch.zeros(width)}
+    projection |= {"norm.weight": torch.ones(TEXT_WIDTH), "norm.bias": torch.zeros(TEXT_WIDTH)}
     return {"image_proj": projection, "ip_adapter": layers}

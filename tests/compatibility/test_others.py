@@ -1,0 +1,500 @@
+"""What stands in the place of planned attention is named, stays exact or is refused: other packages, guiders, steps."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import pytest
+import tomesd
+import torch
+from diffusers.models import attention_processor
+from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.transformers import transformer_flux
+from support import tiny_pipelines as tiny
+from support import tiny_transformers
+from support.checks import ACTIVE, ALL_KEYS, TWO_PHASES, all_layers, generator, like, recorded
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+import elfatt_sd
+from elfatt_sd import ElfattError, PatchConfig, Phase
+from elfatt_sd.families import find_layers, main_denoiser
+
+ALL = PatchConfig("all", (ALL_KEYS["cell_spread"],))
+NEAR = PatchConfig("near", (Phase(1.0, "cell_spread", cell=4, block_size=4),))
+MERGED = PatchConfig("merged", (Phase(1.0, ratio=0.5),))
+MIXED = PatchConfig("mixed", (Phase(1.0, "elfatt", ratio=0.3, block_size=16, agents=8, block_order="spread"),))
+Make = Callable[[Path], tuple[Any, Callable[[], torch.Tensor]]]
+
+
+def call(function: Any, timestep: Any = 999, **given: Any) -> torch.Tensor:
+    """Call a UNet, or its `forward`."""
+    sample = torch.randn(1, 4, 16, 16, generator=generator())
+    with torch.no_grad():
+        return function(sample, timestep, torch.ones(1, 7, tiny.TEXT_WIDTH), **given)[0]
+
+
+def draw(pipe: Any, **options: Any) -> Any:
+    torch.manual_seed(0)  # for those that draw from it
+    given = {"num_inference_steps": 3, "output_type": "latent", "generator": generator(), **options}
+    return pipe("a", **given)[0]
+
+
+def unet(folder: Path) -> Any:
+    model = tiny.unet()
+    return model, lambda: call(model)
+
+
+def cast_unet(folder: Path) -> Any:
+    """With hooks of diffusers that change nothing, and are not to be blamed."""
+    hooks = pytest.importorskip("diffusers.hooks")  # younger than the oldest diffusers
+    model, run = unet(folder)
+    hooks.apply_layerwise_casting(model, storage_dtype=torch.float32, compute_dtype=torch.float32)
+    return model, run
+
+
+def sd15(folder: Path) -> Any:
+    pipe = tiny.sd15(folder, scheduler=tiny.ddim())
+    return pipe, lambda: draw(pipe)
+
+
+def perturbed(folder: Path) -> Any:
+    """Perturbed-attention guidance sets its processors in every call, and takes them out again."""
+    pipe = like(diffusers.StableDiffusionPAGPipeline, sd15(folder)[0], pag_applied_layers=["down"])
+    return pipe, lambda: draw(pipe, guidance_scale=3.0)
+
+
+def of(family: str) -> Make:
+    return lambda folder: tiny_transformers.made(family)
+
+
+# What stands in the way, until its block ends.
+
+
+@contextlib.contextmanager
+def replaced(target: Any, what: Callable[[Any], Any], which: str = "attn1") -> Iterator[None]:
+    """Whose modules have another `forward`."""
+    modules = [module for name, module in target.named_modules() if name.endswith(which)]
+    for module in modules:
+        module.forward = what(module)
+    yield
+    for module in modules:
+        del module.forward
+
+
+def tiled(attention: Any) -> Any:
+    """HyperTile: the tokens of a layer in tiles of the batch."""
+    inner = attention.forward
+
+    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        batch, tokens, channels = x.shape
+        if tokens < 256:
+            return inner(x, *args, **kwargs)
+        return inner(x.reshape(batch * 4, tokens // 4, channels), *args, **kwargs).reshape(batch, tokens, channels)
+
+    return forward
+
+
+def bypassing(attention: Any) -> Any:
+    return lambda x, *args, **kwargs: x
+
+
+def unhook(model: Any) -> None:
+    for module in model.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        for name in [] if registry is None else list(registry.hooks):
+            registry.remove_hook(name, recurse=False)
+
+
+@contextlib.contextmanager
+def tome(pipe: Any) -> Iterator[None]:
+    tomesd.apply_patch(pipe)
+    yield
+    tomesd.remove_patch(pipe)
+
+
+def mode(target: Any) -> TorchFunctionMode:
+    return Values()
+
+
+class Values(TorchFunctionMode):
+    """The values in the place of self-attention."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {**dict(zip(("query", "key", "value"), args, strict=False)), **(kwargs or {})}
+        if func is functional.scaled_dot_product_attention and named["query"].shape == named["value"].shape:
+            return named["value"]
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def hooked(target: Any, put: Callable[[Any, Any, str], None]) -> Iterator[None]:
+    """A hook of diffusers at blocks of layers that can be patched: as with guiders, it comes and goes."""
+    hooks, model = pytest.importorskip("diffusers.hooks"), main_denoiser(target)  # younger than the oldest diffusers
+    for path in sorted({layer.name.rsplit(".", 2)[0] for layer in find_layers(model)}):
+        put(hooks, model, path)
+    yield
+    unhook(model)
+
+
+def skipped_scores(*indices: int) -> Any:
+    def put(hooks: Any, model: Any, path: str) -> None:
+        asked = {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False}
+        hooks.apply_layer_skip(model, hooks.LayerSkipConfig(fqn=path, indices=list(indices), **asked))
+
+    return lambda target: hooked(target, put)
+
+
+def blurred_queries(target: Any) -> Any:
+    def put(hooks: Any, model: Any, path: str) -> None:
+        smoothed = pytest.importorskip("diffusers.hooks.smoothed_energy_guidance_utils")
+        config = smoothed.SmoothedEnergyGuidanceConfig(indices=[0, 1], fqn=path)
+        smoothed._apply_smoothed_energy_guidance_hook(model, config, blur_sigma=1.0)
+
+    return hooked(target, put)
+
+
+IP_ADAPTER: Any = getattr(transformer_flux, "FluxIPAdapterAttnProcessor", None)
+IP_ADAPTER = IP_ADAPTER or attention_processor.FluxIPAdapterJointAttnProcessor2_0  # of older versions
+
+
+@contextlib.contextmanager
+def ip_adapter(pipe: Any) -> Iterator[None]:
+    """Its processors in the first kind of blocks, as `load_ip_adapter` sets them."""
+    torch.manual_seed(5)
+    before = dict(pipe.transformer.attn_processors)
+    for block in pipe.transformer.transformer_blocks:
+        block.attn.set_processor(IP_ADAPTER(32, 8))
+    yield
+    pipe.transformer.set_attn_processor(before)
+
+
+def with_an_image(folder: Path) -> Any:
+    image = {"ip_hidden_states": [torch.rand(1, 4, 8, generator=generator())]}
+    options = {"config": {"num_layers": 2, "num_single_layers": 2}, "num_inference_steps": 2}
+    return tiny_transformers.made("Flux.1", joint_attention_kwargs=image, **options)
+
+
+class Case(NamedTuple):
+    """What is patched, what comes in the way, the method, what is said of it, and layers that stay approximated."""
+
+    make: Make
+    put: Callable[[Any], Any]
+    config: Any
+    says: str
+    layers: int = 0
+
+
+EXACT = "3 of 3 patched layers stay exact, the first is down_blocks.0.attentions.0.transformer_blocks.0.attn1: "
+SKIP = "patched layers stay exact.*: AttentionScoreSkipFunctionMode stands in the place"
+MODE = "patched layers stay exact.*: Values stands in the place"
+BLUR = "patched layers stay exact.*: diffusers' smoothed_energy_guidance_hook is at its to_q"
+BLOCK = "The forward of a BasicTransformerBlock was replaced"
+PAG = r"\(PAGCFGIdentitySelfAttnProcessor2_0\), the first is down.*; it is left there.*sets it in every call"
+CASES = {
+    "HyperTile": Case(unet, lambda it: replaced(it, tiled), "elfatt", EXACT + "it was given 64 tokens in place of 16x"),
+    "a bypass": Case(unet, lambda it: replaced(it, bypassing), "elfatt", EXACT + "its .* was never called.*HyperTile"),
+    "hooks": Case(cast_unet, lambda it: replaced(it, bypassing, "transformer_blocks.0"), "elfatt", BLOCK),
+    "tomesd": Case(sd15, tome, "elfatt", r"patched layers stay exact.*tomesd\.remove_patch\(pipe\)"),
+    "UNet": Case(unet, skipped_scores(0, 1), MIXED, SKIP),
+    "Qwen-Image": Case(of("Qwen-Image"), skipped_scores(0, 1), NEAR, SKIP),
+    "Z-Image": Case(of("Z-Image"), skipped_scores(0, 1), NEAR, SKIP),
+    "UNet, mode": Case(unet, mode, MIXED, MODE),
+    "SD 3, mode": Case(of("Stable Diffusion 3"), mode, NEAR, MODE),
+    "Wan, mode": Case(of("Wan"), mode, NEAR, MODE),
+    "PixArt, mode": Case(of("PixArt"), mode, MERGED, MODE),
+    "UNet, blurred": Case(unet, blurred_queries, MIXED, BLUR),
+    "PixArt, blurred": Case(of("PixArt"), blurred_queries, MERGED, BLUR),
+    "one layer": Case(of("Qwen-Image"), skipped_scores(1), ALL, "1 of 2 patched layers stay exact", 1),
+    "perturbed attention": Case(perturbed, lambda it: contextlib.nullcontext(), ALL, PAG, 2),
+    "IP-Adapter": Case(
+        with_an_image, ip_adapter, ALL, r"2 (patched layers now have another|layers are left alone).*FluxIPAdapter", 2
+    ),
+}
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_what_stays_exact_is_named_once(folder: Path, name: str, patch_first: bool) -> None:
+    make, put, config, says, layers = CASES[name]
+    target, run = make(folder)
+    plain = run()
+    with put(target):
+        expected = run()
+    assert name == "perturbed attention" or not torch.equal(expected, plain)
+    assert torch.equal(run(), plain), "it has gone"
+    with contextlib.ExitStack() as stack, recorded() as calls, pytest.warns(UserWarning, match=says):
+        if patch_first:
+            elfatt_sd.apply_patch(target, config)
+            approximated = run() if layers == 0 else None
+            calls.clear()
+            stack.enter_context(put(target))
+        else:
+            stack.enter_context(put(target))
+            elfatt_sd.apply_patch(target, config)
+        found = run()
+        assert len(calls) == layers
+        close = {"atol": 1e-4, "rtol": 1e-3} if layers else {"atol": 0, "rtol": 0}
+        torch.testing.assert_close(found, expected, **close)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run()
+    if patch_first and approximated is not None:
+        assert not torch.equal(approximated, plain) and torch.equal(run(), approximated)
+    elfatt_sd.remove_patch(target)
+    assert torch.equal(run(), plain)
+
+
+def test_blurred_queries_of_text_and_image_are_approximated(folder: Path) -> None:
+    """Where tokens are neither merged nor ordered before the projections, a hook sees what it would without a patch."""
+    model, run = of("Qwen-Image")(folder)
+    with blurred_queries(model):
+        expected = run()
+        elfatt_sd.apply_patch(model, ALL)
+        with recorded() as calls:
+            torch.testing.assert_close(run(), expected, atol=1e-5, rtol=1e-4)
+    assert calls
+
+
+def test_ip_adapters_can_be_taken_over(folder: Path) -> None:
+    """The image's own tokens are approximated; those of the adapter's image are seen exactly."""
+    pipe, run = with_an_image(folder)
+    with ip_adapter(pipe):
+        expected = run()
+        elfatt_sd.apply_patch(pipe, ALL, take_over=[IP_ADAPTER.__name__])
+        with recorded() as calls:
+            torch.testing.assert_close(run(), expected, atol=1e-4, rtol=1e-3)
+    assert len(calls) == 4
+
+
+class WithWeights(torch.nn.Module):
+    """As Custom Diffusion's: a module whose weights are the layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, attn: Any, hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        mixed: torch.Tensor = AttnProcessor2_0()(attn, hidden_states, *given, **named)
+        return mixed * self.scale
+
+
+def test_the_weights_of_a_processor_that_is_taken_over_stay_the_models(folder: Path) -> None:
+    pipe, run = sd15(folder)
+    unet = pipe.unet
+    for name in [name for name in unet.attn_processors if "attn1" in name]:
+        unet.get_submodule(name.removesuffix(".processor")).set_processor(WithWeights())
+    before, weights = dict(unet.attn_processors), list(unet.state_dict())
+    elfatt_sd.apply_patch(pipe, TWO_PHASES, take_over=["WithWeights"])
+    assert list(unet.state_dict()) == weights
+    assert {parameter.dtype for parameter in unet.to(torch.bfloat16).parameters()} == {torch.bfloat16}
+    unet.float()
+    with recorded() as calls:
+        run()
+    assert calls
+    unet.set_attn_processor(dict(unet.attn_processors))
+    elfatt_sd.remove_patch(pipe)
+    assert all(found is before[name] for name, found in unet.attn_processors.items())
+    assert list(unet.state_dict()) == weights
+
+
+class OwnProduct:
+    """A processor that calls the function of attention by another name than the one that can be exchanged."""
+
+    def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **others: Any) -> Any:
+        q = hidden_states.unflatten(-1, (attn.heads, -1)).transpose(1, 2)
+        functional.scaled_dot_product_attention(q, q, q)
+        return hidden_states if encoder_hidden_states is None else (hidden_states, encoder_hidden_states)
+
+
+def a_function(attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **others: Any) -> Any:
+    return hidden_states if encoder_hidden_states is None else (hidden_states, encoder_hidden_states)
+
+
+@pytest.mark.parametrize("processor", [OwnProduct(), a_function], ids=lambda each: type(each).__name__)
+def test_processors_without_a_known_function_are_left_alone_or_refused(folder: Path, processor: Any) -> None:
+    (pipe, _), name = of("Flux.1")(folder), type(processor).__name__
+    pipe.transformer.set_attn_processor(processor)
+    with pytest.warns(UserWarning, match=rf"2 layers are left alone.*{name}, is not known to be plain attention\.$"):
+        elfatt_sd.apply_patch(pipe, ALL)
+    elfatt_sd.remove_patch(pipe)
+    with pytest.raises(ElfattError, match=rf"take_over='{name}' is not accepted; it calls neither .* Leave it out"):
+        elfatt_sd.apply_patch(pipe, ALL, take_over=[name])
+    assert not elfatt_sd.is_patched(pipe)
+
+
+def test_processors_that_keep_maps_for_the_pipeline_are_not_taken_over(folder: Path) -> None:
+    pipe = like(diffusers.StableDiffusionAttendAndExcitePipeline, sd15(folder)[0])
+    elfatt_sd.apply_patch(pipe, "elfatt", take_over=["AttendExciteAttnProcessor"])
+    with pytest.raises(ElfattError, match="AttendExciteAttnProcessor' is not accepted; it keeps the attention"):
+        draw(pipe, token_indices=[1], max_iter_to_alter=2, height=32, width=32)
+
+
+def controlnet_xs(folder: Path) -> Any:
+    unet, widths = tiny.unet(layers_per_block=2), {"conditioning_embedding_out_channels": (8, 8)}
+    net = diffusers.ControlNetXSAdapter.from_unet(unet, size_ratio=1.0, num_attention_heads=2, **widths)
+    return like(diffusers.StableDiffusionControlNetXSPipeline, sd15(folder)[0], unet=unet, controlnet=net)
+
+
+def a_function_for_a_unet(folder: Path) -> Any:
+    pipe = tiny.sd15(folder)
+    object.__setattr__(pipe, "unet", lambda *args, **kwargs: None)
+    return pipe
+
+
+def dit(folder: Path) -> Any:
+    config = {"num_attention_heads": 2, "attention_head_dim": 4, "in_channels": 4, "num_layers": 1, "sample_size": 8}
+    transformer = diffusers.DiTTransformer2DModel(**config, norm_num_groups=4)
+    return diffusers.DiTPipeline(transformer, tiny.vae(), tiny.ddim())
+
+
+REFUSED = {
+    "DiTTransformer2DModel cannot be patched.*PixArtTransformer2DModel": dit,
+    "not supported: UNetControlNetXSModel": controlnet_xs,
+    "unet, which is a function and no module of PyTorch": a_function_for_a_unet,
+    "str has no UNet": lambda folder: "runwayml/stable-diffusion-v1-5",
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_pipelines_that_are_refused(folder: Path, says: str) -> None:
+    for use in (elfatt_sd.apply_patch, elfatt_sd.plan):
+        with pytest.raises(ElfattError, match=says):
+            use(REFUSED[says](folder))
+
+
+def test_skipped_blocks_are_no_fault(folder: Path) -> None:
+    """As with DeepCache: in some steps a layer is not called, in others it is."""
+    pipe, _ = sd15(folder)
+    elfatt_sd.apply_patch(pipe, "elfatt-fast", levels=1)
+    block, steps = pipe.unet.up_blocks[2].attentions[0], []
+    forward = block.forward
+
+    def skipping(x: Any, **given: Any) -> Any:
+        steps.append(None)
+        return (x,) if len(steps) in (2, 3) else forward(x, **given)
+
+    block.forward = skipping
+    draw(pipe, num_inference_steps=5)  # warnings are errors here
+    assert len(steps) == 5
+
+
+def test_the_patch_of_a_pipeline_does_not_follow_into_a_copy_of_its_parts(folder: Path, tmp_path: Path) -> None:
+    pipe, _ = sd15(folder)
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    pipe.unet.save_pretrained(tmp_path)  # is no copy
+    assert pipe.unet.state_dict().keys() == tiny.unet().state_dict().keys()
+    with pytest.warns(UserWarning, match="the copy has no patch"):
+        moving = diffusers.AnimateDiffPipeline.from_pipe(pipe, motion_adapter=tiny.motion_adapter())
+    elfatt_sd.apply_patch(tiny.quiet(moving), "elfatt")
+    with recorded() as calls:
+        draw(moving, num_frames=2)
+    assert calls
+
+
+@pytest.mark.parametrize("kind", ["UNet", "labels", "ControlNet"])
+def test_forward_by_name_is_a_call_like_any_other(kind: str) -> None:
+    """Labels that are embedded like timesteps go through the module of the timestep, in the same call."""
+    model = tiny.unet(class_embed_type="timestep") if kind == "labels" else tiny.unet()
+    given: dict[str, Any] = {"class_labels": torch.tensor([990])} if kind == "labels" else {}
+    if kind == "ControlNet":
+        model = tiny.controlnet(model)
+        given = {"controlnet_cond": torch.randn(1, 3, 32, 32, generator=generator())}
+    last = lambda made: made[-1] if isinstance(made, list | tuple) else made  # noqa: E731
+    exact = last(call(model, 10, **given, return_dict=False))
+    elfatt_sd.apply_patch(model, "elfatt")
+    by_name, hooked = (
+        {step: last(call(way, step, **given, return_dict=False)) for step in (999, 10, 990)}
+        for way in (model.forward, model)
+    )
+    assert not torch.equal(hooked[10], exact)
+    assert all(torch.equal(by_name[step], made) for step, made in hooked.items())
+    for step, attention in ((999, "elfatt"), (10, "softmax")):
+        with recorded() as calls:
+            call(model.forward, step, **given)
+        assert {kind for _, kind in calls} == {attention}
+
+
+# Runs in which no step is approximated.
+
+
+def euler() -> Any:
+    return diffusers.EulerDiscreteScheduler(**tiny.SD15_SCHEDULE, steps_offset=1, timestep_spacing="trailing")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+@pytest.mark.parametrize("method", ACTIVE)
+def test_a_run_of_one_step(folder: Path, method: str) -> None:
+    """The method acts, or says that it does not; then its remedy acts."""
+    pipe = tiny.sd15(folder, sample_size=32, scheduler=euler())
+    run = lambda: draw(pipe, num_inference_steps=1, guidance_scale=0.0)  # noqa: E731
+    untouched, remedies = run(), {"elfatt-fast": {"active_fraction": 1}, "elfatt-quality": {"residual_steps": 1}}
+    if method in remedies:
+        elfatt_sd.apply_patch(pipe, method)
+        says = f"{method} approximates no step of this run, which begins with step 1 of 1; give more steps"
+        with pytest.warns(UserWarning, match=says) as warned:
+            assert torch.equal(run(), untouched)
+            run()
+        assert sum("elfatt-sd" in str(each.message) for each in warned) == 1
+    elfatt_sd.apply_patch(pipe, method, **remedies.get(method, {}))
+    assert not torch.equal(run(), untouched)
+
+
+def test_image_to_image_past_the_approximated_steps(folder: Path) -> None:
+    pipe = like(diffusers.StableDiffusionImg2ImgPipeline, sd15(folder)[0])
+    elfatt_sd.apply_patch(pipe, PatchConfig("early", (Phase(0.3, ratio=0.5),)))
+    given: dict[str, Any] = {"image": torch.zeros(1, 3, 16, 16), "num_inference_steps": 10}
+    says = "early approximates no step of this run, which begins with step 7 of 10; give more steps"
+    with pytest.warns(UserWarning, match=says):
+        draw(pipe, strength=0.4, **given)
+    draw(pipe, strength=0.9, **given)
+
+
+# Context parallelism of diffusers, before or after a patch.
+
+
+@pytest.fixture
+def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is the first of two; the second is not there, and what it would send is not waited for."""
+    if not hasattr(diffusers, "ContextParallelConfig"):
+        pytest.skip("this version of diffusers has no context parallelism")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)  # which diffusers divides by
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather_tensor.* is deprecated:FutureWarning")  # diffusers' own
+@pytest.mark.parametrize("family", ["Wan", "Qwen-Image"])
+@pytest.mark.usefixtures("two_processes")
+def test_context_parallelism_is_refused(family: str) -> None:
+    """Also in the first call, although its step is an exact one; without a patch, diffusers divides the tokens."""
+    texts: dict[str, Any] = {}
+    if family == "Qwen-Image":  # a text that two processes can divide
+        given = {"embeds": tiny_transformers.embeds(tokens=8), "embeds_mask": torch.ones(1, 8, dtype=torch.long)}
+        texts = {f"{which}_{name}": each for which in ("prompt", "negative_prompt") for name, each in given.items()}
+    pipe, run = tiny_transformers.made(family, **texts)
+    before, whole = [layer.attention.processor for layer in all_layers(pipe)], run()
+    late = PatchConfig("late", (Phase(0.9), Phase(1.0, "cell_spread", block_size=8)))
+    elfatt_sd.apply_patch(pipe, late)
+    pipe.transformer.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
+    says = r"Transformer\w+ cannot be patched with context parallelism .* a part of the image's tokens\. Call .*\.$"
+    for _ in range(2):
+        with pytest.raises(ElfattError, match=says):
+            run()
+    elfatt_sd.remove_patch(pipe)
+    assert all(processor._parallel_config is not None for processor in before)
+    assert run().shape == whole.shape
+    for use in (elfatt_sd.apply_patch, elfatt_sd.plan, lambda pipe: elfatt_sd.patched(pipe).__enter__()):
+        with pytest.raises(ElfattError, match=says):
+            use(pipe)
+    assert not elfatt_sd.is_patched(pipe)
+    assert [layer.attention.processor for layer in all_layers(pipe)] == before
+    elfatt_sd.apply_patch(pipe, "sd")  # untouched
