@@ -11,7 +11,7 @@ OLDEST := families compatibility gpu methods toy runtime attention/test_softmax.
   benchmarking/test_calls.py \
   drawing/test_running.py drawing/test_trial.py drawing/test_running_memory.py \
   $(addprefix test_,$(addsuffix .py,errors identity loading loading_schedulers patch peers plans))
-APART := tests/drawing/test_demo.py tests/compatibility/test_transformers.py
+APART := tests/drawing/test_demo.py tests/compatibility/test_features.py
 OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))
 
 .PHONY: help demo test test-oldest test-apart lint size format docs kernels notebooks quickstart clean

@@ -50,8 +50,8 @@ TEXTS = {
     ),
     "stays exact": (
         "{count} of {expected} patched layers stay exact, the first is {first}: {why}. If something else changes the "
-        "tokens or bypasses the attention processors, as HyperTile, some hooks of diffusers and tomesd do, take it out "
-        "(tomesd.remove_patch(pipe))."
+        "tokens or bypasses the attention processors, as HyperTile, tomesd and some hooks of diffusers do, take that "
+        "out (tomesd.remove_patch(pipe) for tomesd)."
     ),
 }
 
