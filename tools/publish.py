@@ -16,7 +16,7 @@ from elfatt_sd.evaluation.report import load_results, replace_files, report_file
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.results import RESULTS_FILE
 from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors
-from elfatt_sd.files import is_full, place_of, write_json
+from elfatt_sd.files import is_full, write_json
 
 MOST_BYTES = 5_000_000  # of a run that is committed
 
@@ -38,7 +38,7 @@ def publish(results: Results, folder: Path, *, page: bool = True) -> Path:
         ElfattError: their name cannot be that of a folder, or the folder holds something else or cannot be written.
         RunFailure: no space is left on the disk.
     """
-    target = place_of(folder, results.name)
+    target = folder / results.folder_name
     _check_replaceable(target)
     files = report_files(results, page=page)
     with clear_disk_errors(target):

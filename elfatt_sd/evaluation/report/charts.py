@@ -113,7 +113,9 @@ class Mark:
     filled: bool = True
 
 
-def _strips(results: Results, palette: Palette, marks: Sequence[Mark], label: str) -> tuple[Figure, Axes, list[str]]:
+def _strips(
+    results: Results, palette: Palette, marks: Sequence[Mark], label: str, words: tuple[str, str, str]
+) -> Chart:
     """Draw marks below each other, the first on top, with a dashed line at the untouched pipeline's value."""
     wide = 1 + results.crowded
     figure, axes = figure_and_axes(0.9 + 0.27 * len(marks), WIDTH * (1.4 if results.crowded else 1))
@@ -127,16 +129,16 @@ def _strips(results: Results, palette: Palette, marks: Sequence[Mark], label: st
     for place, mark in enumerate(marks):
         style, value = palette.style(mark.row), mark.value
         if mark.each:
-            axes.plot(mark.each, [place] * len(mark.each), "|", color=style.colour, alpha=0.5, markersize=8)
+            axes.plot(mark.each, [place] * len(mark.each), "|", color=style.colour, alpha=0.3, markersize=8)
         if value.ends:
-            axes.hlines(place, *value.ends, color=style.colour, linewidth=1.8)
-        face = style.colour if mark.filled else PAPER
-        axes.plot(value.value, place, style.marker, color=style.colour, markerfacecolor=face)
+            axes.hlines(place, *value.ends, color=style.colour, linewidth=2.2)
+        face, edge = style.colour if mark.filled else PAPER, PAPER if mark.each else style.colour
+        axes.plot(value.value, place, style.marker, color=face, markeredgecolor=edge, markersize=6.5)
         if mark.row.role == BASELINE:
             axes.axvline(value.value, color=BASE, linewidth=0.8, linestyle="--", zorder=1)
         figures = f"{fixed(value.value, decimals)} {interval(value, decimals)}".strip()
         points.append(f"{mark.row.name}: {figures}{mark.said}")
-    return figure, axes, points
+    return Chart(*words, figure, points)
 
 
 def differences(results: Results, palette: Palette) -> Chart | str:
@@ -150,8 +152,6 @@ def differences(results: Results, palette: Palette) -> Chart | str:
     if not marks:
         why = "the classes are too few" if results.withheld(name) else "no paired difference was measured"
         return f"Difference to the untouched pipeline: {why}."
-    figure, axes, points = _strips(results, palette, marks, f"{name} minus untouched (left is better)")
-    axes.axvline(0, color=INK, linewidth=0.9)
     null = marks[0].value if marks[0].row.role == NULL else None
     caption = "Line: 95 % interval of the paired difference. Filled: a verdict, since the interval excludes zero."
     if results.extrapolated(name):
@@ -161,14 +161,18 @@ def differences(results: Results, palette: Palette) -> Chart | str:
             " Shaded: the interval of the null row, the untouched pipeline with other seeds, where nothing but chance "
             "is at work; it may go on beyond the edge. Other seeds share no latents with the baseline."
         )
-        if null.ends:
-            axes.axvspan(*null.ends, color=SHADOW, alpha=0.15, linewidth=0)
+    words = "difference", f"Difference in {name} to the untouched pipeline", caption
+    chart = _strips(results, palette, marks, f"{name} minus untouched (left is better)", words)
+    (axes,) = chart.figure.axes
+    axes.axvline(0, color=INK, linewidth=0.9)
+    if null is not None and null.ends:
+        axes.axvspan(*null.ends, color=SHADOW, alpha=0.15, linewidth=0)
     # the interval of the null row may be so wide that it presses all others together
     kept = [mark.value for mark in marks if mark.row.role != NULL] or [mark.value for mark in marks]
     places = [0.0, *(end for value in kept for end in value.ends or ()), *(mark.value.value for mark in marks)]
     margin = 0.08 * (max(places) - min(places)) or 1.0
     axes.set_xlim(min(places) - margin, max(places) + margin)
-    return Chart("difference", f"Difference in {name} to the untouched pipeline", caption, figure, points)
+    return chart
 
 
 def closeness(results: Results, palette: Palette) -> Chart | str:
@@ -180,13 +184,13 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
             marks.append(Mark(row, row.psnr, each, f", lowest {min(each):.1f}" if each else ""))
     if not marks:
         return "Closeness to the untouched images: no row has a PSNR."
-    figure, _, points = _strips(results, palette, marks, "PSNR to untouched, dB (right is closer)")
     caption = (
         "Symbol and thick line: mean over the images that differ, with its 95 % interval. Thin strokes: every "
         "image, against the untouched pipeline's from the same latent. The null row shows how far apart unrelated "
         "images are."
     )
-    return Chart("closeness", "Closeness to the untouched images", caption, figure, points)
+    words = "closeness", "Closeness to the untouched images", caption
+    return _strips(results, palette, marks, "PSNR to untouched, dB (right is closer)", words)
 
 
 def memory(results: Results, palette: Palette) -> Chart | str:
@@ -194,18 +198,16 @@ def memory(results: Results, palette: Palette) -> Chart | str:
     marks = []
     for row in results.rows:
         if row.slope is not None:
-            peaks = ", ".join(
-                f"{peak:.3g} at {batch}" for batch, peak in zip(row.memory.batches, row.memory.peaks_gib, strict=False)
-            )
-            marks.append(Mark(row, row.slope, (), f", peaks by batch {peaks}" if peaks else ""))
+            peaks = zip(row.memory.batches, row.memory.peaks_gib, strict=False)
+            said = ", ".join(f"{peak:.4g} at {batch}" for batch, peak in peaks)
+            marks.append(Mark(row, row.slope, (), f", peaks by batch {said}" if said else ""))
     if not marks:
         return "Memory per image: memory was not measured."
-    figure, _, points = _strips(results, palette, marks, _ACROSS["memory"])
     caption = (
         "The slope of the line through the peaks of several batch sizes, each of a fresh process, with the 95 % "
         "interval that the fit allows. Dashed: untouched."
     )
-    return Chart("memory", "Memory per image", caption, figure, points)
+    return _strips(results, palette, marks, _ACROSS["memory"], ("memory", "Memory per image", caption))
 
 
 def timing(results: Results, palette: Palette, part: str) -> Chart | str:
@@ -218,12 +220,9 @@ def timing(results: Results, palette: Palette, part: str) -> Chart | str:
             marks.append(Mark(row, Estimate(middle), values, said))
     if not marks:
         return f"Timing, {PARTS[part]}: time was not measured."
-    figure, _, points = _strips(results, palette, marks, _ACROSS[part])
-    caption = (
-        "Every repeat is one stroke, the symbol is the median. The methods are interleaved in one run. Dashed: "
-        "untouched."
-    )
-    return Chart(f"timing_{part}", f"Time, {PARTS[part]}: every measurement", caption, figure, points)
+    caption = "Every repeat is one stroke, the symbol is the median. The methods are interleaved in one run. Dashed: "
+    words = f"timing_{part}", f"Time, {PARTS[part]}: every measurement", f"{caption}untouched."
+    return _strips(results, palette, marks, _ACROSS[part], words)
 
 
 # Plots of one figure over another.
@@ -263,13 +262,11 @@ def distance_over(results: Results, palette: Palette, what: str) -> Chart | str:
         f"Line up and down: 95 % interval of the paired difference in {name} to the untouched pipeline (dashed); that "
         f"of {name} itself, in the table, is wider."
     )
-    label = f"{name} (down is better)"
     if results.extrapolated(name):
-        label = f"{name} of untouched + difference (down is better)"
         caption += f" Height: {name} of the untouched pipeline plus the row's difference, extrapolated to infinitely "
         caption += "many images."
     file = f"distance_{title.lower().replace(' ', '_')}"
-    words = file, f"{name} over {title}", caption, label
+    words = file, f"{name} over {title}", caption, f"{name} (down is better)"
     return _trade_off(results, palette, what, ups.get, words, low_is_better=True)
 
 
@@ -306,9 +303,9 @@ def _trade_off(
     axes.set_xlabel(_ACROSS[over])
     axes.set_ylabel(label)
     best = front(spots, low_is_better=low_is_better)
-    series: dict[str, list[Spot]] = {}  # of each method, in order of appearance
+    series: dict[tuple[str, str], list[Spot]] = {}  # of each method, in order of appearance
     for spot in spots:
-        series.setdefault(spot.row.label if spot.row.role != BASELINE else BASELINE, []).append(spot)
+        series.setdefault((spot.row.role, spot.row.label), []).append(spot)
     for method in series.values():
         row, colour = method[0].row, palette.style(method[0].row).colour
         untouched = row.role == BASELINE

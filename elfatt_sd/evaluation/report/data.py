@@ -26,7 +26,7 @@ from elfatt_sd.evaluation.records import (
 )
 from elfatt_sd.evaluation.results import RESULTS_FILE, without_intervals_of_few
 from elfatt_sd.evaluation.statistics import TOO_FEW
-from elfatt_sd.files import checked
+from elfatt_sd.files import checked, is_plain_name
 
 BASELINE, NULL, METHOD = "baseline", "null", "method"
 PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
@@ -113,6 +113,13 @@ class Results:
         self.distance = next((name for name in self.distances if not is_kernel(name)), next(iter(self.distances), None))
         timed = (part for part in PARTS if any(row.timed[part].seconds_per_image is not None for row in self.rows))
         self.time_part = next(timed, "end_to_end")  # of the main table
+
+    @property
+    def folder_name(self) -> str:
+        """The name, checked for use as that of a folder."""
+        if not is_plain_name(self.name):
+            raise ElfattError(f"{RESULTS_FILE} has the name {self.name!r}, which cannot be that of a folder.")
+        return self.name
 
     @property
     def hardware(self) -> str:

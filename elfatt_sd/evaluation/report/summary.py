@@ -6,7 +6,6 @@ A sentence claims a gain only where the figures carry it: a verdict for quality,
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.records import Estimate
@@ -45,10 +44,10 @@ def _is_judged(results: Results, row: Row) -> bool:
 def headline(results: Results) -> str:
     """Say what a user wants to know: the fastest method that is not shown to be worse, and how close it stays."""
     part, best = results.time_part, recommended(results)
-    if best is None or best.timed[part].speed is None:
+    ratio = best.timed[part].speed if best else None
+    if best is None or ratio is None:
         return "Time was not measured."
     alone = "UNet alone, " if part == "unet" else ""
-    ratio = _speed_of(results, best)
     figures = f"{best.name}: {fixed(ratio.value, 2)} times as fast as the untouched pipeline ({alone}{span(ratio, 2)})"
     verdicts = _verdicts_of(results, best)
     for verdict, words in _QUALITY.items():
@@ -81,24 +80,19 @@ def findings(results: Results) -> list[str]:
 
 def recommended(results: Results) -> Row | None:
     """Return the fastest method that is shown to be faster and judged not to be worse, or what comes next to that."""
-    timed = _timed(results)
-    faster = [row for row in timed if _is_faster(results, row)]
+    speeds = _speeds(results)
+    faster = [row for row in speeds if _is_faster(results, row)]
     good = [row for row in faster if WORSE not in _verdicts_of(results, row).values()]
     judged = [row for row in good if _is_judged(results, row)]
-    chosen = judged or good or faster or timed
-    return _fastest(results, chosen) if chosen else next((row for row in results.methods if not row.failed), None)
+    chosen = judged or good or faster or [*speeds]
+    unfailed = next((row for row in results.methods if not row.failed), None)
+    return max(chosen, key=lambda row: speeds[row].value, default=unfailed)
 
 
-def _timed(results: Results) -> list[Row]:
-    return [row for row in results.methods if not row.failed and row.timed[results.time_part].speed]
-
-
-def _speed_of(results: Results, row: Row) -> Estimate:
-    return row.timed[results.time_part].speed or Estimate(0.0)
-
-
-def _fastest(results: Results, rows: Sequence[Row]) -> Row:
-    return max(rows, key=lambda row: _speed_of(results, row).value)
+def _speeds(results: Results) -> dict[Row, Estimate]:
+    """Return how many times as fast as the untouched pipeline each method is that was timed."""
+    speeds = {row: row.timed[results.time_part].speed for row in results.methods if not row.failed}
+    return {row: speed for row, speed in speeds.items() if speed is not None}
 
 
 def _is_faster(results: Results, row: Row) -> bool:
@@ -145,17 +139,17 @@ def _null(results: Results) -> str:
 
 
 def _speed(results: Results) -> str:
-    part, timed = results.time_part, _timed(results)
-    if not timed:
+    part, speeds = results.time_part, _speeds(results)
+    if not speeds:
         return "Time was not measured."
-    best = _fastest(results, timed)
+    best = max(speeds, key=lambda row: speeds[row].value)
     place = f" on {results.hardware}" if results.hardware else ""
     start = "Fastest by the median" if _is_faster(results, best) else "None is shown to be faster; highest median"
     again = results.null and results.null.timed[part].speed
     noise = f"; the null row, untouched again: {_times(again)}" if again else ""
     kernels = {name for row in results.rows for name in row.time.attention_kernels}
     mixed = f" Rows attend with different kernels: {join_names(sorted(kernels))}." if len(kernels) > 1 else ""
-    figure = f"{best.name}, {_times(_speed_of(results, best))} as fast"
+    figure = f"{best.name}, {_times(speeds[best])} as fast"
     return f"{start}, {PARTS[part]}{place}: {figure}{noise}.{mixed}"
 
 
