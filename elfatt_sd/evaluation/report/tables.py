@@ -95,10 +95,14 @@ def main_table(results: Results) -> Table:
     columns = figure_columns(results, results.distance, " ↓") if results.distance else []
     columns += figure_columns(results, ACCURACY, " ↑")[:1] if ACCURACY in results.attributes else []
     columns += [time_column(results, results.time_part)]
-    memory = estimates(results, lambda row: row.slope, least=2, reason=lambda row: row.memory.failed or row.memory.note)
-    return make_table(
-        results, [*columns, ("GiB/img", memory), closeness_columns(results)[0]], published=bool(results.published)
-    )
+    slope = estimates(results, lambda row: row.slope, least=2, reason=lambda row: row.memory.failed or row.memory.note)
+
+    def memory(row: Row) -> Entry:
+        limited = row.slope is not None and (row.memory.failed or row.memory.note)
+        return replace(slope(row), remark=limited or "")
+
+    columns += [("GiB/img", memory), closeness_columns(results)[0]]
+    return make_table(results, columns, published=bool(results.published))
 
 
 def more_table(results: Results) -> Table:
@@ -196,9 +200,7 @@ def estimates(
     def make(row: Row) -> Entry:
         if (found := get(row)) is None:
             return _missing(row, reason(row), paired=paired)
-        return Entry(
-            fixed(found.value, decimals, sign=sign), interval(found, decimals, sign=sign), remark=reason(row) or ""
-        )
+        return Entry(fixed(found.value, decimals, sign=sign), interval(found, decimals, sign=sign))
 
     return make
 
