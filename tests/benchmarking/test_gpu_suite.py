@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.checks import load_script
+from support.commands import ROOT
 
 from benchmarks import correctness
 from benchmarks.goals import all_goals, memory_slopes
@@ -19,19 +20,8 @@ from benchmarks.shown import write_suite
 from elfatt_sd import benchmarking
 from elfatt_sd.benchmarking.variants import resolve_methods
 
-SUITE = Path(__file__).parents[2] / "benchmarks" / "gpu_suite.py"
-NOT_NEEDED = (
-    "accelerate",
-    "jinja2",
-    "matplotlib",
-    "peft",
-    "rich",
-    "scipy",
-    "torchmetrics",
-    "torchvision",
-    "transformers",
-    "typer",
-)
+NOT_NEEDED = ("accelerate", "jinja2", "matplotlib", "peft", "rich", "scipy", "torchmetrics", "torchvision")
+NOT_NEEDED += ("transformers", "typer")
 
 
 @pytest.fixture
@@ -44,21 +34,24 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
     return load_script("benchmarks/gpu_suite.py")
 
 
+def words(folder: Path, *parts: str) -> list[str]:
+    return ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(folder), "--only", ",".join(parts)]
+
+
+def read(folder: Path) -> Any:
+    return json.loads((folder / "gpu_suite.json").read_text())
+
+
 @pytest.fixture
 def run(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run some of its parts, and read what it has written."""
 
     def main(*parts: str) -> Any:
-        words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", ",".join(parts)]
-        monkeypatch.setattr(sys, "argv", words)
+        monkeypatch.setattr(sys, "argv", words(tmp_path, *parts))
         suite.main()
         return read(tmp_path)
 
     return main
-
-
-def read(folder: Path) -> Any:
-    return json.loads((folder / "gpu_suite.json").read_text())
 
 
 def test_it_writes_after_every_part(suite: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,19 +61,24 @@ def test_it_writes_after_every_part(suite: Any, run: Any, tmp_path: Path, monkey
     monkeypatch.setattr(suite.Suite, "write", lambda self: (original(self), written.append(read(tmp_path)))[0])
     results = run("kernels", "sd15 1024 batch 1 graph triton")
     assert [len(results["parts"]) for results in written] == [1, 2, 2]
-    assert results["errors"] == {}
-    assert results["missing"].keys() <= {"flash", "_flash_3", "sage"}
+    assert results["errors"] == {} and results["missing"].keys() <= {"flash", "_flash_3", "sage"}
     triton = results["parts"]["sd15 1024 batch 1 graph triton"]
     assert "attention_backend='triton' needs a GPU" in triton["groups"][0]["failed"]["tome/0"]
     assert "untouched" in {row["method"] for row in triton["rows"]}
     results = run("merging")
     assert len(results["parts"]) == 3
     results["parts"]["kernels"]["machine"]["device"] = "another"
-    before = json.dumps(results)
-    (tmp_path / "gpu_suite.json").write_text(before)
+    (tmp_path / "gpu_suite.json").write_text(json.dumps(results))
     with pytest.raises(SystemExit, match="holds 'kernels' of another machine"):
         run("merging")
-    assert (tmp_path / "gpu_suite.json").read_text() == before
+    assert read(tmp_path) == results
+    made = suite.Suite(
+        type("Options", (), {"tiny": True, "device": "cpu", "out": Path("x"), "only": None, "seconds": 1})
+    )
+    names = list(made.parts)
+    assert names[:2] == ["correctness", "sd15 512 batch 1 graph"] and not made.parts.keys() & made.extra.keys()
+    kinds = ("768", "triton", "host", "kernels", "flux", "sd3.5-medium", "qwen-image", "channels_last", "sdxl")
+    assert [kind for kind in kinds if not any(kind in name for name in names)] == []
 
 
 def test_every_kind_of_part_runs(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,60 +87,50 @@ def test_every_kind_of_part_runs(run: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(benchmarking, "HEADS", 4)
     monkeypatch.setattr(torch, "compile", lambda unet, dynamic: unet)
     parts = ["growth", "flux 1024 batch 1", "sd15 1024 batch 1 graph channels_last", "sdxl 512 batch 48"]
-    parts.append("sd15 512 batch 1 compiled")
-    results = run(*parts)
-    assert list(results["parts"]) == parts
-    assert results["errors"] == {}
-    assert {row["method"] for row in results["parts"]["flux 1024 batch 1"]["rows"]} >= {"untouched", "elfatt-fast"}
+    results = run(*parts, "sd15 512 batch 1 compiled")
+    methods = {name: [row["method"] for row in part["rows"]] for name, part in results["parts"].items()}
+    assert list(methods) == [*parts, "sd15 512 batch 1 compiled"] and results["errors"] == {}
+    assert {*methods["flux 1024 batch 1"]} >= {"untouched", "elfatt-fast"}
     assert set(results["parts"]["growth"]["exponents"]) == {"attention", "layer"}
-    methods = [row["method"] for row in results["parts"]["sdxl 512 batch 48"]["rows"]]
-    assert methods == ["untouched", "tomesd", "tome", "elfatt-fast", "floor", "floor of 2 levels"]
-    assert "elfatt-fast, compiled" in {row["method"] for row in results["parts"]["sd15 512 batch 1 compiled"]["rows"]}
+    own = ["untouched", "tomesd", "tome", "elfatt-fast"]
+    assert methods["sdxl 512 batch 48"] == [*own, "floor", "floor of 2 levels"]
+    assert "elfatt-fast, compiled" in methods["sd15 512 batch 1 compiled"]
     slopes = results["memory_slope"]["sdxl 512"]
-    assert {"untouched", "tomesd", "tome", "elfatt-fast"} <= set(slopes) and all(slope > 0 for slope in slopes.values())
+    assert {*own} <= set(slopes) and all(slope > 0 for slope in slopes.values())
     assert results["peaks"]["sdxl 512 batch 48"]["share"] > 0.5
 
 
-def test_a_part_that_fails_keeps_its_rounds(suite: Any, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, parts = suite.Record.time, []
-
-    def time(self: Any, key: Any, *args: Any) -> None:
-        if len(parts) == 2:
-            raise RuntimeError("CUDA error")
-        parts.append(key)
-        original(self, key, *args)
-
-    monkeypatch.setattr(suite.Record, "time", time)
-    monkeypatch.setattr(suite.Suite, "merging", lambda self: parts.clear())
-    results = run("kernels", "merging")
-    assert {row["tokens"] for row in results["parts"]["kernels"]["rows"]} == {256}
-    assert len(results["parts"]["kernels"]["groups"]) == 2
-    assert results["errors"] == {"kernels": "RuntimeError: CUDA error"}
-    assert parts == [], "the suite goes on"
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows")
-@pytest.mark.parametrize("number", ["SIGTERM", "SIGALRM"])
-def test_a_suite_that_is_stopped_concludes(
-    number: str, suite: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGALRM", None])
+def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
+    number: str | None, suite: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the system, or by its own clock; what the part that was going on had measured is kept."""
-    before = signal.getsignal(getattr(signal, number))
-    original = suite.Record.time
+    """Stopped by the system, or by its own clock, it concludes; after a failure it goes on."""
+    before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGTERM", "SIGALRM")}
+    original, timed, went_on = suite.Record.time, [], []
 
     def time(self: Any, key: Any, *args: Any) -> None:
+        if timed and number is None:
+            raise RuntimeError("CUDA error")
         original(self, key, *args)
-        signal.raise_signal(getattr(signal, number))
+        timed.append(key)
+        if number is not None:
+            signal.raise_signal(getattr(signal, number))
 
     monkeypatch.setattr(suite.Record, "time", time)
-    with pytest.raises(SystemExit, match=number):
+    monkeypatch.setattr(suite.Suite, "merging", lambda self: went_on.append(1))
+    if number is None:
         run("kernels", "merging")
+        said = "RuntimeError: CUDA error"
+    else:
+        with pytest.raises(SystemExit, match=number):
+            run("kernels", "merging")
+        said = f"SystemExit: stopped by {number}"
     results = read(tmp_path)
-    assert list(results["parts"]) == ["kernels"]
-    assert len(results["parts"]["kernels"]["groups"]) == 1
-    assert results["errors"] == {"kernels": f"SystemExit: stopped by {number}"}
-    assert {"goals", "memory_slope"} <= set(results)
-    assert signal.getsignal(getattr(signal, number)) == before
+    assert results["parts"]["kernels"]["rows"] and len(results["parts"]["kernels"]["groups"]) == 1
+    assert results["errors"]["kernels"] == said and {"goals", "memory_slope"} <= set(results)
+    assert bool(went_on) == (number is None)
+    assert {name: signal.getsignal(getattr(signal, name)) for name in before} == before
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
@@ -177,21 +165,9 @@ def test_goals(part: str, rows: list[dict[str, Any]], goals: dict[str, tuple[flo
 
 def test_memory_slopes() -> None:
     """From one image to eight."""
-    parts = {}
-    for images, peak in ((1, 2e9), (8, 9e9)):
-        own = {"method": "untouched", "batch": 2 * images, "peak_bytes": peak, "bytes_per_picture": None}
-        parts[f"sd15 512 batch {images}"] = {"rows": [own]}
+    own = {"method": "untouched", "bytes_per_picture": None}
+    parts = {f"sd15 512 batch {n}": {"rows": [own | {"peak_bytes": peak}]} for n, peak in ((1, 2e9), (8, 9e9))}
     assert memory_slopes(parts) == {"sd15 512": {"untouched": pytest.approx(1.0)}}
-
-
-def test_every_part_is_there_and_correctness_comes_first(suite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"tiny": True, "device": "cpu", "out": Path("x"), "only": None, "seconds": 1.0}
-    made = suite.Suite(type("Options", (), options))
-    names = list(made.parts)
-    assert names[:2] == ["correctness", "sd15 512 batch 1 graph"]
-    assert not made.parts.keys() & made.extra.keys()
-    for word in ("768", "triton", "host", "kernels", "flux", "sd3.5-medium", "qwen-image", "channels_last", "sdxl"):
-        assert any(word in name for name in names), word
 
 
 def test_correctness_host_and_report(suite: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,11 +175,8 @@ def test_correctness_host_and_report(suite: Any, run: Any, tmp_path: Path, monke
     monkeypatch.setattr(correctness, "resolve_methods", lambda _: resolve_methods(["elfatt-fast"]))
     monkeypatch.setattr(suite, "FEW", ("elfatt-fast",))
     parts = run("correctness", "sd15 512 batch 1 host")["parts"]
-    rows = parts["correctness"]["rows"]
-    assert {(row["model"], row["dtype"]) for row in rows} == {
-        (model, dtype) for model in ("UNet", "Flux") for dtype in ("float32", "bfloat16")
-    }
-    assert all(row["right"] for row in rows)
+    kinds = {(row["model"], row["dtype"], row["right"]) for row in parts["correctness"]["rows"]}
+    assert kinds == {(model, dtype, True) for model in ("UNet", "Flux") for dtype in ("float32", "bfloat16")}
     for row in parts["sd15 512 batch 1 host"]["rows"]:
         assert 0 < row["host"] <= row["wall"]
         assert row["device"] > 0 and row["kernels"] >= len(row["longest"]) > 0
@@ -243,14 +216,12 @@ def test_what_is_wrong_on_a_device_is_found(suite: Any, monkeypatch: pytest.Monk
 def test_it_needs_torch_diffusers_and_tomesd_only(tmp_path: Path) -> None:
     """In a process that cannot import what only our other commands need, two parts run."""
     parts = ["merging", "sdxl 512 batch 48"]
-    words = ["gpu_suite.py", "--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", ",".join(parts)]
     code = (
         "import runpy, sys\n"
         f"sys.modules.update(dict.fromkeys({NOT_NEEDED!r}))\n"  # None there makes an import fail
-        f"sys.argv = {words!r}\n"
-        f"runpy.run_path({str(SUITE)!r}, run_name='__main__')\n"
+        f"sys.argv = {words(tmp_path, *parts)!r}\n"
+        f"runpy.run_path({str(ROOT / 'benchmarks' / 'gpu_suite.py')!r}, run_name='__main__')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert read(tmp_path)["errors"] == {}
-    assert list(read(tmp_path)["parts"]) == parts
+    assert read(tmp_path)["errors"] == {} and list(read(tmp_path)["parts"]) == parts

@@ -32,28 +32,24 @@ from elfatt_sd.runtime import call as state_module
 
 
 def test_a_script_prints_its_table_and_writes_its_files(tmp_path: Path) -> None:
-    words = ["--tokens", "64", "--repeats", "1", "--dtype", "float32", "--out", str(tmp_path)]
-    command = [sys.executable, "-m", "benchmarks.merging", *words]
+    options = ["--tokens", "64", "--repeats", "1", "--dtype", "float32", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.merging", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
     assert "64 tokens, batch 2, float32:\n\n| method |" in done.stdout
     assert {path.suffix for path in tmp_path.glob("merging.*")} == {".json", ".md", ".png"}
-    assert json.loads((tmp_path / "merging.json").read_text())["command"].startswith(
-        "python -m benchmarks.merging --to"
-    )
+    said = json.loads((tmp_path / "merging.json").read_text())["command"]
+    assert said.startswith("python -m benchmarks.merging --to")
 
 
-def test_views_are_no_operations() -> None:
+def test_goals_of_the_host() -> None:
+    """More operations a layer at the shape of Stable Diffusion 1.5; nothing is allocated there. Views are none."""
     x, counted = torch.empty(4, 4, device="meta"), Operations()
     with counted:
         x.t().flatten()[None].transpose(0, 1)
         torch.ones(2) + 1
     assert counted.count == 1, "what is flattened after a transposition is copied; the CPU's do not count"
-
-
-def test_goals_of_the_host() -> None:
-    """More operations a layer at the shape of Stable Diffusion 1.5; nothing is allocated there."""
     rows = host(methods=["tomesd", "tome", "elfatt-fast", "elfatt-quality"], steps=8)["rows"]
     operations = {row["method"]: row["operations"] for row in rows}
     assert operations["elfatt-fast"] < 2.5, "one copy a call for all layers comes on top of two a layer"
@@ -68,8 +64,7 @@ def test_a_row_for_each_phase_that_is_not_exact(small_shapes: None, tmp_path: Pa
     table, plot = save(results, tmp_path / "host.json")
     lines = table.read_text().splitlines()
     assert lines[0].startswith("| pixels | method | phase | layers | operations more a layer |")
-    assert len(lines) == 2 + len(results["rows"])
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert len(lines) == 2 + len(results["rows"]) and plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,37 +73,31 @@ def test_merging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Matching, "unmerge", lambda self, y: (unmerged.append(y.shape), original(self, y))[1])
     results = merging(tokens=[256], channels=32, repeats=2, device="cpu")
     assert unmerged == [(2, 128, 32)] * 2 * (1 + 2), "of both precisions a warm-up and two rounds"
-    assert [(row["dtype"], row["method"]) for row in results["rows"]] == [
-        (dtype, name) for dtype in ("float32", "bfloat16") for name in ("tomesd", "ours", "floor: similarities")
-    ]
+    names = ("tomesd", "ours", "floor: similarities")
+    found = [(row["dtype"], row["method"]) for row in results["rows"]]
+    assert found == [(dtype, name) for dtype in ("float32", "bfloat16") for name in names]
     assert results["rows"][0]["speed"] == {"tomesd": {"median": 1.0, "min": 1.0, "max": 1.0}}
     check_saved(results, tmp_path)
 
 
-def test_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(benchmarking, "CHANNELS", 32)
-    monkeypatch.setattr(benchmarking, "HEADS", 4)
-    results = growth([256, 64], block_size=16, **QUICK)
-    assert [row["tokens"] for row in results["rows"]] == sorted(row["tokens"] for row in results["rows"])
-    assert set(results["exponents"]) == {"attention", "layer"}
-    for fitted in results["exponents"].values():
-        assert "softmax" in fitted
-        assert all(math.isfinite(value["median"]) for value in fitted.values())
-    assert {"tomesd 0.5", *layer_phases(16)} <= set(results["exponents"]["layer"])
-    check_saved(results, tmp_path)
-
-
-def test_exponents() -> None:
+def test_growth_and_its_exponents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each round that all sizes have; what was timed at one size has none."""
     times = {4096: [4096**2, 4096, 4096], 65536: [65536**2, 65536], 16384: [16384**2, 16384, 1.0]}
     groups = [{"key": {"part": "layer", "tokens": size}, "times": {"a": taken}} for size, taken in times.items()]
     groups[0]["times"] |= {"b": [1.0], "c": []}
-    exponents = make_exponents(groups)
-    assert exponents == {"layer": {"a": pytest.approx({"median": 1.5, "min": 1, "max": 2}), "b": None}}
-
-    assert fit_exponent({count: [3e-9 * count**1.5] for count in (4096, 9216)}) == pytest.approx(
-        dict.fromkeys(("median", "min", "max"), 1.5)
-    )
+    expected = {"layer": {"a": pytest.approx({"median": 1.5, "min": 1, "max": 2}), "b": None}}
+    assert make_exponents(groups) == expected
+    fitted = fit_exponent({count: [3e-9 * count**1.5] for count in (4096, 9216)})
+    assert fitted == pytest.approx(dict.fromkeys(("median", "min", "max"), 1.5))
+    monkeypatch.setattr(benchmarking, "CHANNELS", 32)
+    monkeypatch.setattr(benchmarking, "HEADS", 4)
+    results = growth([256, 64], block_size=16, **QUICK)
+    sizes = [row["tokens"] for row in results["rows"]]
+    assert sizes == sorted(sizes) and set(results["exponents"]) == {"attention", "layer"}
+    for fits in results["exponents"].values():
+        assert "softmax" in fits and all(math.isfinite(value["median"]) for value in fits.values())
+    assert {"tomesd 0.5", *layer_phases(16)} <= set(results["exponents"]["layer"])
+    check_saved(results, tmp_path)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capturing: Any, **graph: Any) -> None:
@@ -125,11 +114,8 @@ def test_a_graph_holds_its_own_matching(
 ) -> None:
     """What is captured must match anew where a call does, and must not where steps share a matching."""
     made: list[int] = []
+    captured: list[int] = []
     find_candidates = state_module.find_candidates
-
-    def counting(*args: Any) -> Any:
-        made.append(1)
-        return find_candidates(*args)
 
     @contextmanager
     def capturing(graph: Any) -> Iterator[None]:
@@ -137,8 +123,7 @@ def test_a_graph_holds_its_own_matching(
         yield
         captured.append(len(made))
 
-    captured: list[int] = []
-    monkeypatch.setattr(state_module, "find_candidates", counting)
+    monkeypatch.setattr(state_module, "find_candidates", lambda *args: (made.append(1), find_candidates(*args))[1])
     pretend(monkeypatch, capturing, replay=made.clear)
     variant = Variant("patch", varied("tome", **changes))
     call = graphed_call(variant.install(copy_structure(model.unet)), model.inputs(64, 2), variant)
@@ -159,9 +144,8 @@ def test_memory_that_runs_out_in_a_capture_is_told(model: Model, monkeypatch: py
 
     pretend(monkeypatch, capturing)
     unit = copy_structure(model.unet)
-    call = graphed_call(unit, model.inputs(64, 2), UNTOUCHED)
     with pytest.raises(RuntimeError, match="previous error"):
-        call()
+        graphed_call(unit, model.inputs(64, 2), UNTOUCHED)()
 
     def run_out(**_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")

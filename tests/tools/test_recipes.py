@@ -26,17 +26,19 @@ from tools.toy_dit import recipe as dit_recipe
 
 TINY = ["--config", "tiny", "--device", "cpu"]
 PROMPT = "a red star on a striped blue background"
+RECIPES = {
+    "toy": (recipe, export, "layout.pt", StableDiffusionPipeline, 64),
+    "toy-dit": (dit_recipe, dit_export, "outline.pt", FluxPipeline, 8 * dit_models.TINY.grid),
+}
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def weights(out: Path) -> dict[str, torch.Tensor]:
     files = sorted([*out.glob("pipeline/*/*.safetensors"), *out.glob("weights-classifier/*.safetensors")])
     return {f"{path.parent.name}.{name}": value for path in files for name, value in load_file(path).items()}
-
-
-RECIPES = {
-    "toy": (recipe, export, "layout.pt", StableDiffusionPipeline, 64),
-    "toy-dit": (dit_recipe, dit_export, "outline.pt", FluxPipeline, 8 * dit_models.TINY.grid),
-}
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +62,11 @@ def pipeline(trained: Callable[[str], Path]) -> Any:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_tiny_run_exports_a_pipeline_that_draws(
-    name: str, trained: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+def test_a_tiny_run_exports_a_pipeline_that_draws_and_goes_on_after_a_kill(
+    name: str, trained: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A finished run is not run again."""
-    own, exported, _, kind, side = RECIPES[name]
+    """A finished run is not run again. Killed without warning in a later stage, after its first checkpoints."""
+    own, exported, checkpoint, kind, side = RECIPES[name]
     out = trained(name)
     pipe = kind.from_pretrained(out / "pipeline")
     pipe.set_progress_bar_config(disable=True)
@@ -74,17 +76,11 @@ def test_a_tiny_run_exports_a_pipeline_that_draws(
     assert {value.dtype for value in before.values()} == {torch.float16}
     assert list(exported.load_record(out / "pipeline")["stages"]) == list(own.STAGES)
     assert "| finish | " in (out / "pipeline" / "README.md").read_text()
+    check_killed_run(own.__name__, own.main, TINY, tmp_path, checkpoint)
+    check_same(before, weights(tmp_path))
     monkeypatch.setattr(training, "_steps", lambda *_: pytest.fail("trained again"))
     own.main(["--out", str(out), *TINY])
     check_same(before, weights(out))
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_killed_run_goes_on_to_the_same_weights(name: str, trained: Callable[[str], Path], tmp_path: Path) -> None:
-    """Killed without warning in a later stage, after its first checkpoints."""
-    own, _, checkpoint, _, _ = RECIPES[name]
-    check_killed_run(own.__name__, own.main, TINY, tmp_path, checkpoint)
-    check_same(weights(trained(name)), weights(tmp_path))
 
 
 def test_training_of_the_weights_in_the_package_can_go_on(tmp_path):
@@ -96,27 +92,22 @@ def test_training_of_the_weights_in_the_package_can_go_on(tmp_path):
         export.load_half(torch.nn.Linear(1, 1), tmp_path)
 
 
-def test_the_inner_levels_are_those_of_the_unet():
-    """Fed with what the outer level hands down, they hand up what the outer level gets."""
+def test_training_parts_compute_what_the_unet_does():
+    """Fed with what the outer level hands down, the inner levels hand up what it gets; no limit is exact."""
     torch.manual_seed(0)
     unet: UNet2DConditionModel = models.build("unet", models.TINY).eval()
     seen = {}
-    unet.down_blocks[0].downsamplers[0].register_forward_hook(lambda _m, _i, out: seen.update(down=out))
-    unet.up_blocks[2].upsamplers[0].register_forward_hook(lambda _m, args, _o: seen.update(up=args[0]))
-    noisy, context = torch.randn(2, 4, 16, 16), torch.randn(2, 7, models.TINY.text)
-    timesteps = torch.tensor([3, 700])
-    with torch.no_grad():
-        unet(noisy, timesteps, context)
-        inner = growing.inner_levels(unet, seen["down"], timesteps, context, 1)
-    torch.testing.assert_close(inner, seen["up"])
-
-
-def test_training_attention_is_exact_without_a_limit():
-    torch.manual_seed(0)
-    unet = models.build("unet", models.TINY).eval()
+    hooks = [
+        unet.down_blocks[0].downsamplers[0].register_forward_hook(lambda _m, _i, out: seen.update(down=out)),
+        unet.up_blocks[2].upsamplers[0].register_forward_hook(lambda _m, args, _o: seen.update(up=args[0])),
+    ]
     inputs = torch.randn(2, 4, 16, 16), torch.tensor([3, 700]), torch.randn(2, 7, models.TINY.text)
     with torch.no_grad():
         expected = unet(*inputs).sample
+        for hook in hooks:
+            hook.remove()
+        inner = growing.inner_levels(unet, seen["down"], *inputs[1:], 1)
+        torch.testing.assert_close(inner, seen["up"])
         growing.train_with(unet, None)
         torch.testing.assert_close(unet(*inputs).sample, expected, rtol=1e-4, atol=1e-5)
         growing.train_with(unet, 4)
@@ -124,7 +115,7 @@ def test_training_attention_is_exact_without_a_limit():
 
 
 def test_the_object_weighs_more_than_the_rest():
-    _, geometry = sample_parameters(4, torch.Generator().manual_seed(0))
+    _, geometry = sample_parameters(4, seeded())
     weights = recipe.object_weights(geometry, 64)
     torch.testing.assert_close(weights.mean((1, 2, 3)), torch.ones(4))
     for weight, (x, y, radius, *_) in zip(weights[:, 0], geometry.tolist(), strict=True):
@@ -172,38 +163,30 @@ def test_every_word_is_one_token_and_all_wordings_leave_room(tmp_path):
     tokenizer = transformers.T5TokenizerFast.from_pretrained(tmp_path)
     for prompt in CLASS_PROMPTS[::97]:
         ids = tokenizer(prompt).input_ids
-        assert len(ids) == len(prompt.split()) + 1
-        assert tokenizer.decode(ids, skip_special_tokens=True) == prompt
+        assert len(ids) == len(prompt.split()) + 1 and tokenizer.decode(ids, skip_special_tokens=True) == prompt
     unknown = dit_models.PIECES.index(dit_models.UNKNOWN)
-    assert unknown in tokenizer("a walrus").input_ids
-    assert len(tokenizer) == len(dit_models.PIECES)
+    assert unknown in tokenizer("a walrus").input_ids and len(tokenizer) == len(dit_models.PIECES)
     texts = [text for labels in itertools.product(*ATTRIBUTES.values()) for text in recipe.wordings(*labels)]
     assert not any(unknown in row for row in tokenizer(texts[:200]).input_ids)
     longest = max(map(len, tokenizer([max(texts, key=lambda text: len(text.split()))]).input_ids))
     assert longest + dit_models.FULL.layers * dit_models.REACH < denoiser.SLOTS
 
 
-def test_padding_changes_no_prompt_token_and_is_constant(pipeline):
-    ids = pipeline.tokenizer_2([PROMPT], padding="max_length", max_length=512, return_tensors="pt").input_ids
-    encoder, length = pipeline.text_encoder_2, int((ids != 0).sum())
-    with torch.no_grad():
-        long, short = encoder(ids)[0], encoder(ids[:, :length])[0]
-    torch.testing.assert_close(long[:, :length], short)
-    reach = length + dit_models.TINY.layers * dit_models.REACH
-    torch.testing.assert_close(long[:, reach:], long[:, -1:].expand_as(long[:, reach:]))
-
-
 @pytest.mark.parametrize("length", [denoiser.SLOTS, 512])
 def test_one_padding_token_stands_for_all_in_training(pipeline, length):
-    """Training attention equals that of the pipeline on all its text tokens."""
+    """Padding changes no prompt token and is constant; training attention equals that of the pipeline on all tokens."""
+    ids = pipeline.tokenizer_2([PROMPT], padding="max_length", max_length=length, return_tensors="pt").input_ids
+    encoder, own = pipeline.text_encoder_2, int((ids != 0).sum())
+    with torch.no_grad():
+        long, short = encoder(ids)[0], encoder(ids[:, :own])[0]
+    torch.testing.assert_close(long[:, :own], short)
+    reach = own + dit_models.TINY.layers * dit_models.REACH
+    torch.testing.assert_close(long[:, reach:], long[:, -1:].expand_as(long[:, reach:]))
     trainer, grid = denoiser.Denoiser(dit_models.TINY).eval(), dit_models.TINY.grid
     for name in dit_export.PARTS:
         getattr(trainer, name).load_state_dict(getattr(pipeline, name).state_dict())
     context, pooled, text_ids = pipeline.encode_prompt(PROMPT, prompt_2=None, max_sequence_length=length)
-    latents, times = (
-        torch.randn(1, 4, 2 * grid, 2 * grid, generator=torch.Generator().manual_seed(0)),
-        torch.tensor([0.6]),
-    )
+    latents, times = torch.randn(1, 4, 2 * grid, 2 * grid, generator=seeded()), torch.tensor([0.6])
     tokens = pipeline.tokenizer_2([PROMPT], padding="max_length", max_length=denoiser.SLOTS, return_tensors="pt")
     clip_tokens = pipeline.tokenizer([PROMPT], padding="max_length", return_tensors="pt").input_ids
     with torch.no_grad():
@@ -215,39 +198,28 @@ def test_one_padding_token_stands_for_all_in_training(pipeline, length):
     torch.testing.assert_close(found, denoiser.unpack(expected), rtol=1e-4, atol=1e-5)
 
 
-def test_latents_are_packed_and_placed_as_the_pipeline_does():
-    """Positions of a coarse grid are the centres of its cells."""
+def test_latents_are_packed_and_placed_as_the_pipeline_does_on_all_grids():
+    """Positions of a coarse grid are the centres of its cells; it has all text, and a time means the same noise."""
     latents = torch.randn(2, 4, 6, 6)
     packed = FluxPipeline._pack_latents(latents, 2, 4, 6, 6)
-    assert torch.equal(denoiser.pack(latents), packed)
-    assert torch.equal(denoiser.unpack(packed), latents)
+    assert torch.equal(denoiser.pack(latents), packed) and torch.equal(denoiser.unpack(packed), latents)
     fine = FluxPipeline._prepare_latent_image_ids(1, 8, 8, torch.device("cpu"), torch.float32)
     assert torch.equal(denoiser.positions(8, 8), fine)
-    coarse = fine.view(2, 4, 2, 4, 3).mean((1, 3)).view(4, 3)
-    torch.testing.assert_close(denoiser.positions(2, 8), coarse)
-
-
-def test_coarse_grids_have_all_text_and_share_the_image():
-    grids = denoiser.coarse_grids(3, 8, 4, torch.Generator().manual_seed(0))
-    assert grids.shape == (4, 3 + 16)
-    assert grids[:, :3].tolist() == [[0, 1, 2]] * 4
+    torch.testing.assert_close(denoiser.positions(2, 8), fine.view(2, 4, 2, 4, 3).mean((1, 3)).view(4, 3))
+    grids = denoiser.coarse_grids(3, 8, 4, seeded())
+    assert grids.shape == (4, 3 + 16) and grids[:, :3].tolist() == [[0, 1, 2]] * 4
     assert sorted(grids[:, 3:].flatten().tolist()) == list(range(3, 67))
-    rows = (grids[:, 3:] - 3) // 8
-    assert all(len(set(row.tolist())) == 4 for row in rows)
+    assert all(len(set(row.tolist())) == 4 for row in (grids[:, 3:] - 3) // 8)
+    times = torch.tensor([0.1, 0.5, 0.9])
+    coarse = dit_recipe.shift(times, 1 / 4)  # averaged over 4x4 tokens, noise is a quarter as large
+    torch.testing.assert_close(coarse / (1 - coarse), times / (1 - times) / 4)
 
 
 @pytest.mark.parametrize("most", [1, 100])
 def test_a_bias_counts_a_key_several_times(monkeypatch, most):
     monkeypatch.setattr(denoiser, "MATRIX_KEYS", most)
-    query, key, value = torch.randn(3, 2, 5, 4, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
+    query, key, value = torch.randn(3, 2, 5, 4, 8, generator=seeded()).unbind(0)
     counts = torch.tensor([1, 3, 1, 7, 2])
     many = [x.repeat_interleave(counts, 1) for x in (key, value)]
     found = denoiser.attend(query, key, value, counts.log())
     torch.testing.assert_close(found, denoiser.attend(query, *many, None))
-
-
-def test_a_time_means_the_same_noise_on_all_grids():
-    """Averaged over 4x4 tokens, noise is a quarter as large."""
-    times = torch.tensor([0.1, 0.5, 0.9])
-    coarse = dit_recipe.shift(times, 1 / 4)
-    torch.testing.assert_close(coarse / (1 - coarse), times / (1 - times) / 4)

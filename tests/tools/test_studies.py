@@ -24,22 +24,21 @@ from tools.pages.compare import compare_rows
 from tools.pages.evaluation import fill_page
 from tools.pages.headline import draw_headline, headline_table
 from tools.pages.pareto import draw_pareto
-from tools.pages.short import short_study
+from tools.pages.short import short_study, study_table
 from tools.publish import MOST_BYTES, publish
 
 ROOT = Path(__file__).parents[2]
-TEXT = """# Page
+RESULTS = ROOT / "eval" / "results"
+END = "<!-- end -->\n"
+TEXT = f"# Page\n\nbefore\n\n<!-- eval toy_full difference -->\nold\n{END}\nafter\n<!-- eval none -->\n{END}"
 
-before
 
-<!-- eval toy_full difference -->
-old
-<!-- end -->
-
-after
-<!-- eval none -->
-<!-- end -->
-"""
+@pytest.fixture(scope="module", autouse=True)
+def two_plots() -> Any:
+    """Of all plots, which take seconds, two are drawn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(charts, "_makers", lambda results: [charts.differences, charts.memory])
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -49,76 +48,48 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def published(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("results")
-    assert publish(load_results(run), folder) == folder / "toy_full"
-    return folder
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
-def test_what_is_kept(run: Path, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {path.name for path in (published / "toy_full").iterdir()}
-    assert {"results.json", "index.html", "table.md", "table.csv", "table.tex"} < names
-    assert json.loads((published / "toy_full" / "results.json").read_text()) == json.loads(
-        (run / "results.json").read_text()
-    )
-    assert {"difference.png", "memory.png", "closeness.png"} < names
-    monkeypatch.setattr("elfatt_sd.evaluation.report.page.render_page", None)
-    monkeypatch.setattr(charts, "_makers", lambda results: [charts.differences])
-    assert not (publish(load_results(run), tmp_path, page=False) / "index.html").exists(), "nor is it made"
-
-
-@pytest.fixture
-def two_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all plots, which take seconds, two are drawn."""
-    monkeypatch.setattr(charts, "_makers", lambda results: [charts.differences, charts.memory_regression])
-
-
-@pytest.mark.usefixtures("two_plots")
-def test_what_is_published_is_of_one_piece(tmp_path: Path) -> None:
+def test_what_is_published_is_of_one_piece(run: Path, tmp_path: Path) -> None:
     """The results changed after the report was written, and a plot has nothing to show any more."""
-    results = runs.build_run(tmp_path / "run", images=2, size=32)
-    write_report(load_results(tmp_path / "run"))
-    target = publish(load_results(tmp_path / "run"), tmp_path / "results")
+    target = publish(load_results(run), tmp_path)
+    assert target == tmp_path / "toy_full"
+    assert json.loads((target / "results.json").read_text()) == json.loads((run / "results.json").read_text())
+    tables = {"table.md", "table.csv", "table.tex", "difference.png"}
+    assert names(target) == {"results.json", "index.html", "memory.png"} | tables
     (target / "README.md").write_text("by hand")
-    assert {"memory.png", "index.html"} < {path.name for path in target.iterdir()}
+    results = json.loads((run / "results.json").read_text())
     for row in results["rows"]:
         row["memory"] = None
     results["rows"][2]["label"] = "Renamed"
     runs.save(tmp_path / "run", results)
-    assert publish(load_results(tmp_path / "run"), tmp_path / "results", page=False) == target
-    left = {path.name for path in target.iterdir()}
-    assert "memory.png" not in left and "index.html" not in left
-    assert {"README.md", "difference.png"} < left
+    write_report(load_results(tmp_path / "run"))
+    assert publish(load_results(tmp_path / "run"), tmp_path, page=False) == target
+    assert names(target) == {"results.json", "README.md"} | tables
     for name, text in written_tables(load_results(target)).items():
-        assert (target / name).read_text(encoding="utf-8") == text
-        assert "Renamed" in text
+        assert (target / name).read_text(encoding="utf-8") == text and "Renamed" in text
 
 
-def test_a_page_is_filled(published: Path) -> None:
-    text, plots = fill_page(TEXT, published, published.parent)
-    assert text.startswith("# Page\n\nbefore\n\n<!-- eval toy_full difference -->\n| Method |")
-    assert "old" not in text
-    assert "ELFATT-SD" in text
-    assert f"![difference]({published.name}/toy_full/difference.png)" in text
-    machine = "2 cores of AMD EPYC, 2 threads, torch 2.15.0"
-    assert f"Protocol `toy_full` (4f1d0c6e5b): 64 images a row, 25 steps, {machine}" in text
-    assert f"after\n<!-- eval none -->\n{MISSING}\n<!-- end -->\n" in text
-    assert fill_page(text, published, published.parent) == (text, plots)
-    assert plots == {}
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", ".hidden", "nul"])
+def test_a_name_leads_nowhere_else(run: Path, tmp_path: Path, name: str) -> None:
+    runs.save(tmp_path / "run", json.loads((run / "results.json").read_text()) | {"name": name})
+    with pytest.raises(ElfattError, match="cannot be that of a folder"):
+        publish(load_results(tmp_path / "run"), tmp_path / "all" / "results")
+    assert names(tmp_path) == {"run"}
+    (tmp_path / "all" / "toy_full").mkdir(parents=True)
+    (tmp_path / "all" / "toy_full" / "mine.png").touch()
+    with pytest.raises(ElfattError, match="holds something else than published results"):
+        publish(load_results(run), tmp_path / "all")
+    assert names(tmp_path / "all" / "toy_full") == {"mine.png"}
+    for marker in (f"eval toy_full {name}", f"compare toy_full {name}/sd sd", f"pareto closeness {name}"):
+        if name.startswith(".."):
+            with pytest.raises(ElfattError, match="accepted: a plain file name"):
+                fill_page(f"<!-- {marker} -->\n{END}", RESULTS, tmp_path)
 
 
-def test_what_is_wrong_is_named(published: Path, tmp_path: Path) -> None:
-    with pytest.raises(ElfattError, match="has no marker '<!-- eval NAME -->'"):
-        fill_page("# Page\n", published, published)
-    with pytest.raises(ElfattError, match=r"plot 'nothing' .* does not exist; there are: .*difference"):
-        fill_page("<!-- eval toy_full nothing -->\n<!-- end -->", published, published)
-    with pytest.raises(ElfattError, match=r"results.json does not exist; `elfatt-sd eval score"):
-        publish(load_results(tmp_path), published)
-
-
-@pytest.mark.usefixtures("two_plots")
-def test_commands(
+def test_commands_publish_and_fill_a_page(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     results, page = tmp_path / "results", tmp_path / "page.md"
@@ -131,15 +102,30 @@ def test_commands(
     assert tool.main([str(tmp_path / "no-run"), "--out", str(results)]) == 2
     page.write_text(TEXT)
     words = ["eval", str(page), "--results"]
-    assert fill([*words, str(results), "--check"]) == 1
-    assert page.read_text() == TEXT
-    assert fill([*words, str(results)]) == 0
-    assert fill([*words, str(results), "--check"]) == 0
+    assert fill([*words, str(results), "--check"]) == 1 and page.read_text() == TEXT
+    assert fill([*words, str(results)]) == fill([*words, str(results), "--check"]) == 0
     filled = page.read_text()
-    assert fill([*words, str(tmp_path / "mistyped")]) == 2
-    assert page.read_text() == filled
-    assert fill(["eval", str(tmp_path / "none.md")]) == 2
-    assert "none.md cannot be read" in capsys.readouterr().err
+    assert fill([*words, str(tmp_path / "mistyped")]) == fill(["eval", str(tmp_path / "none.md")]) == 2
+    assert "none.md cannot be read" in capsys.readouterr().err and page.read_text() == filled
+    assert filled.startswith("# Page\n\nbefore\n\n<!-- eval toy_full difference -->\n| Method |")
+    assert "old" not in filled and "ELFATT-SD" in filled and "![difference](results/toy_full/difference.png)" in filled
+    machine = "2 cores of AMD EPYC, 2 threads, torch 2.15.0"
+    assert f"Protocol `toy_full` (4f1d0c6e5b): 64 images a row, 25 steps, {machine}" in filled
+    assert filled.endswith(f"after\n<!-- eval none -->\n{MISSING}\n{END}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("# Page\n", "has no marker '<!-- eval NAME -->'"),
+        ("<!-- eval toy_full nothing -->\n", r"plot 'nothing' .* does not exist; there are: .*difference"),
+        ("<!-- headline plot study_presets/none -->\n", "row 'none' of study_presets does not exist; there are: sd,"),
+        ("<!-- headline plot study_large/tome -->\n", "of study_large has no closeness or no time"),
+    ],
+)
+def test_what_is_wrong_on_a_page_is_named(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ElfattError, match=message):
+        fill_page(text + END * ("<!--" in text), RESULTS, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -147,18 +133,17 @@ def test_commands(
 )
 def test_the_page_is_in_step(page: str) -> None:
     path = ROOT / page
-    filled = fill_page(path.read_text(), ROOT / "eval" / "results", path.parent)[0]
+    filled = fill_page(path.read_text(), RESULTS, path.parent)[0]
     assert filled == path.read_text(), f"python -m tools.pages eval {page} mends it"
 
 
 def test_all_results_are_small_and_on_a_page_that_is_short_for_readers() -> None:
     """At most six rows for a question: `rows` sees to that."""
-    for folder in (ROOT / "eval" / "results").glob("*/"):
+    for folder in RESULTS.glob("*/"):
         assert sum(path.stat().st_size for path in folder.iterdir()) <= MOST_BYTES, folder.name
     text = (ROOT / "docs" / "quality.md").read_text()
-    assert len(text.splitlines()) <= 250
-    assert "<!-- eval" not in text
-    text = (ROOT / "eval" / "results" / "README.md").read_text()
+    assert len(text.splitlines()) <= 250 and "<!-- eval" not in text
+    text = (RESULTS / "README.md").read_text()
     studies = {path.stem for path in (ROOT / "eval").glob("study_*.toml")}
     others = {"toy_full", "tuned_toy", "finalists_transformer"}
     assert set(re.findall(r"<!-- eval ([\w-]+)", text)) == studies | others
@@ -167,56 +152,26 @@ def test_all_results_are_small_and_on_a_page_that_is_short_for_readers() -> None
         assert set(named.split()) == studies - larger, "all of one model and size"
 
 
-@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", ".hidden"])
-def test_a_name_leads_nowhere_else(run: Path, tmp_path: Path, name: str) -> None:
-    data = json.loads((run / "results.json").read_text())
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "results.json").write_text(json.dumps(data | {"name": name}))
-    (tmp_path / "x.png").touch()
-    with pytest.raises(ElfattError, match="cannot be that of a folder"):
-        publish(load_results(tmp_path / "run"), tmp_path / "all" / "results")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "x.png"]
-    (tmp_path / "all" / "toy_full").mkdir(parents=True)
-    (tmp_path / "all" / "toy_full" / "mine.png").touch()
-    with pytest.raises(ElfattError, match="holds something else than published results"):
-        publish(load_results(run), tmp_path / "all")
-    assert [path.name for path in (tmp_path / "all" / "toy_full").iterdir()] == ["mine.png"]
-
-
-@pytest.mark.parametrize("marker", ["eval toy_full ../../x", "compare toy_full ../x/sd sd", "pareto closeness ../x"])
-def test_names_on_a_page_lead_nowhere_else(published: Path, tmp_path: Path, marker: str) -> None:
-    text = f"<!-- eval toy_full -->\n<!-- end -->\n<!-- {marker} -->\n<!-- end -->\n"
-    with pytest.raises(ElfattError, match="accepted: a plain file name"):
-        fill_page(text, published, tmp_path)
-
-
-RESULTS = Path(__file__).parents[2] / "eval" / "results"
 T_QUANTILE = 3.182446  # of Student's t with 3 degrees of freedom, at 97.5 %
 FIRST, SECOND = [40.0, 30.0, 20.0, 45.0], [39.0, 28.5, 19.5, 46.0]
 UNTOUCHED = {"cell": "sd", "method": "sd", "label": "SD", "role": "baseline"}
-NARROW = 400  # pixels
 
 
-def row(cell: str, psnr: list[float | None] | None, ssim: list[float] | None = None) -> dict[str, Any]:
+def row(cell: str, psnr: list[float | None] | None, ssim: list[float] | None = None, **fields: Any) -> dict[str, Any]:
     paired: dict[str, Any] = {"psnr": {"mean": 30.0, "identical": 0}, "ssim": {"mean": 0.9}}
     if psnr is not None:
         paired["classes"] = list(range(len(psnr)))
         paired["psnr"]["pictures"] = psnr
         paired["ssim"]["pictures"] = ssim or [0.9] * len(psnr)
-    return {"cell": cell, "label": cell.upper(), "method": "custom", "paired": paired}
+    return {"cell": cell, "label": cell.upper(), "method": "custom", "paired": paired, **fields}
 
 
 def timed(label: str, speed: float | None, psnr: float, **fields: Any) -> dict[str, Any]:
     ratio = {"median": speed, "low": 0.9 * speed, "high": 1.1 * speed} if speed else None
-    return {
-        "cell": label,
-        "label": label,
-        "method": "custom",
-        "images": 64,
-        "paired": {"psnr": {"mean": psnr, "interval": [psnr - 1, psnr + 1], "identical": 0}},
-        "time": ratio and {"unet": {"seconds_per_image": 1.0, "ratio": ratio}},
-        **fields,
-    }
+    paired = {"psnr": {"mean": psnr, "interval": [psnr - 1, psnr + 1], "identical": 0}}
+    time = ratio and {"unet": {"seconds_per_image": 1.0, "ratio": ratio}}
+    made = {"cell": label, "label": label, "method": "custom", "images": 64, "paired": paired, "time": time}
+    return {**made, **fields}
 
 
 def data(*rows: dict[str, Any], name: str = "study", **protocol: Any) -> dict[str, Any]:
@@ -239,18 +194,19 @@ def test_the_mean_of_the_differences_and_its_interval() -> None:
     assert (back[:2], back[-1]) == (["B-0.5", "A"], "1 of 4")
     each = [one - other for one, other in zip(FIRST, SECOND, strict=True)]
     half = T_QUANTILE * statistics.stdev(each) / 2
-    value, low, high = (float(text) for text in there[2].replace("[", "").replace("]", "").replace(",", "").split())
+    value, low, high = (float(text) for text in re.sub(r"[\[\],]", "", there[2]).split())
     assert (value, low, high) == pytest.approx((0.5, 0.5 - half, 0.5 + half), abs=0.06)
     assert back[2].startswith("-0.5")
 
 
 def test_speed_is_compared_within_rounds_of_one_run() -> None:
-    both = [row("a", FIRST), row("b", SECOND)]
-    for each, values in zip(both, ([1.0, 2.0, 4.0], [2.0, 6.0, 4.0]), strict=True):
-        each["time"] = {"unet": {"values": values}}
+    both = [
+        row(name, psnr, time={"unet": {"values": values}})
+        for name, psnr, values in (("a", FIRST, [1.0, 2.0, 4.0]), ("b", SECOND, [2.0, 6.0, 4.0]))
+    ]
     table = cells(compare_rows(Results(data(*both)), ["a", "b"]))
     assert (table[0][-1], table[2][-1]) == ("Times as fast", "2.00 (1.00 to 3.00)")
-    other = Results({**data(*both), "name": "other"})
+    other = Results(data(*both, name="other"))
     assert cells(compare_rows(Results(data(*both)), ["a", "other/b"], [other]))[0][-1] == "Closer by PSNR"
     assert cells(compare_rows(Results(data(both[0], row("b", SECOND))), ["a", "b"]))[0][-1] == "Closer by PSNR"
 
@@ -264,44 +220,29 @@ def test_identical_pictures_have_no_psnr() -> None:
     assert [line[2::2] for line in table[2:]] == [["—", "0 of 3"], ["—", "2 of 3"], ["identical", "0 of 3"]]
 
 
-@pytest.mark.parametrize("names", [["a"], ["a", "absent"], ["a", "old"]])
-def test_what_cannot_be_compared_is_named(names: list[str]) -> None:
-    results = Results(data(row("a", FIRST), row("old", None)))
-    with pytest.raises(
-        ElfattError, match="cannot be paired; there are: sd, a, old" if names[1:] != ["old"] else "again"
-    ):
-        compare_rows(results, names)
+FEWER = row("a", SECOND[:3])
+MIXED = row("a", SECOND)
+MIXED["paired"]["classes"] = [3, 2, 1, 0]
 
 
-def test_rows_of_two_runs_with_the_same_pictures() -> None:
-    """The other run is named; pictures of other prompts or another pipeline are refused."""
-    one, other = data(row("a", FIRST)), data(row("a", SECOND)) | {"name": "second"}
-    line = cells(compare_rows(Results(one), ["a", "second/a"], [Results(other)]))[2]
-    assert line[:2] == ["A", "A (second)"] and line[2].startswith("+0.5")
-    with pytest.raises(ElfattError, match=r"cannot be paired; there are: sd, a, second/sd, second/a"):
-        compare_rows(Results(one), ["a", "second/b"], [Results(other)])
-    with pytest.raises(ElfattError, match="runs with different steps have nothing in common: study 25, second 50"):
-        compare_rows(
-            Results(one | {"protocol": {"steps": 25}}), ["a", "second/a"],
-            [Results(other | {"protocol": {"steps": 50}})],
-        )  # fmt: skip
-    fewer = data(row("a", SECOND[:3])) | {"name": "second"}
-    other["rows"][1]["paired"]["classes"] = [3, 2, 1, 0]
-    for unlike in (fewer, other):
-        with pytest.raises(ElfattError, match="are not of the same prompts"):
-            compare_rows(Results(one), ["a", "second/a"], [Results(unlike)])
-
-
-def test_a_page_is_filled_with_comparisons(tmp_path: Path) -> None:
-    """Names of rows have dots; a run that is not there yet is no error."""
-    write_json(tmp_path / "study" / RESULTS_FILE, data(row("a", FIRST), row("b-0.5", SECOND)))
-    page = "<!-- eval none -->\n<!-- end -->\n<!-- compare study a b-0.5 -->\nold\n<!-- end -->\n"
-    page += "<!-- compare none a b -->\n<!-- end -->\n<!-- compare study a none/b -->\n<!-- end -->\n"
-    page += "<!-- compare study a more/b-0.5 -->\n<!-- end -->\n"
-    write_json(tmp_path / "more" / RESULTS_FILE, data(row("b-0.5", SECOND)) | {"name": "more"})
-    text, _ = fill_page(page, tmp_path, tmp_path)
-    assert "| A | B-0.5 | +0.5" in text and "| A | B-0.5 (more) | +0.5" in text and "old" not in text
-    assert text.count(MISSING) == 3
+@pytest.mark.parametrize(
+    ("names", "other", "message"),
+    [
+        (["a"], None, "cannot be paired; there are: sd, a, old"),
+        (["a", "absent"], None, "cannot be paired; there are: sd, a, old"),
+        (["a", "old"], None, "no figures of each image; score the run again"),
+        (["a", "second/b"], {}, "cannot be paired; there are: sd, a, old, second/sd, second/a"),
+        (["a", "second/a"], {"steps": 50}, "runs with different steps have nothing in common: study 25, second 50"),
+        (["a", "second/a"], FEWER, "are not of the same prompts"),
+        (["a", "second/a"], MIXED, "are not of the same prompts"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(names: list[str], other: dict[str, Any] | None, message: str) -> None:
+    """Pictures of other prompts or another pipeline are refused."""
+    rows, protocol = ([other], {}) if other and "paired" in other else ([row("a", SECOND)], other or {})
+    others = [] if other is None else [Results(data(*rows, name="second", **protocol))]
+    with pytest.raises(ElfattError, match=message):
+        compare_rows(Results(data(row("a", FIRST), row("old", None))), names, others)
 
 
 @pytest.fixture
@@ -313,8 +254,25 @@ def studies() -> list[dict[str, Any]]:
     return [data(*first, name="study_a"), data(*second, name="study_b")]
 
 
+def test_a_page_holds_comparisons_and_trade_offs(studies: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Names of rows have dots; a run that is not there yet is no error."""
+    markers = ["eval none", "compare study a b-0.5", "compare none a b", "compare study a none/b"]
+    markers += ["compare study a more/b-0.5", "pareto pareto_closeness study_a study_b study_c"]
+    page, plots = fill_page("".join(f"<!-- {marker} -->\nold\n{END}" for marker in markers), tmp_path, tmp_path)
+    assert page.count(MISSING) == 6 and plots == {}
+    more = data(row("b-0.5", SECOND), name="more")
+    for results in (data(row("a", FIRST), row("b-0.5", SECOND)), more, *studies):
+        write_json(tmp_path / results["name"] / RESULTS_FILE, results)
+    page, plots = fill_page(page, tmp_path, tmp_path)
+    assert "| A | B-0.5 | +0.5" in page and "| A | B-0.5 (more) | +0.5" in page and "old" not in page
+    assert list(plots) == [tmp_path / "pareto_closeness.png"]
+    assert plots[tmp_path / "pareto_closeness.png"].startswith(b"\x89PNG")
+    assert "(pareto_closeness.png)" in page and "Not in it yet: `study_c`." in page and "| fast |" in page
+    assert page.count(MISSING) == 3 and fill_page(page, tmp_path, tmp_path) == (page, plots)
+
+
 def test_rows_that_no_other_beats_are_named(studies: list[dict[str, Any]]) -> None:
-    """From the fastest to the slowest; a preset is named wherever it lies."""
+    """From the fastest to the slowest; a preset is named wherever it lies. Two threads may speed up one part more."""
     chart, table = draw_pareto([Results(run) for run in studies])
     lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     assert [(line[1], line[2], line[-1]) for line in lines] == [
@@ -325,24 +283,24 @@ def test_rows_that_no_other_beats_are_named(studies: list[dict[str, Any]]) -> No
     ]
     assert lines[0][0] == "1" and lines[0][3:5] == ["64", f"2.00 (1.80{TO}2.20)"]
     assert sorted(text.get_text() for text in chart.figure.axes[0].texts) == ["1", "2", "3", "4"]
-    assert len(chart.points) == 5
-    assert chart.points[0].startswith("fast: 0.50, ")
+    assert len(chart.points) == 5 and chart.points[0].startswith("fast: 0.50, ")
+    threads = [{**run, "environment": {"cpu_threads": count}} for run, count in zip(studies, (1, 2), strict=True)]
+    assert "threads" not in draw_pareto([Results(threads[0]), Results(threads[0])])[0].caption
+    said = draw_pareto([Results(each) for each in (*threads, threads[1])])[0].caption
+    assert said.endswith("Timed with different numbers of threads: `study_a` with 1, the others with 2.")
+    with pytest.raises(ElfattError, match="different steps have nothing in common: study_a 25, large 50"):
+        draw_pareto([Results(studies[0]), Results(data(name="large", steps=50))])
+    with pytest.raises(ElfattError, match="no row of empty has both UNet time and closeness"):
+        draw_pareto([Results(data(name="empty"))])
 
 
-PHASE = {
-    "attention": "softmax",
-    "ratio": 0.0,
-    "block_order": "sequence",
-    "second_order": None,
-    "residual_steps": 1,
-    "agent_share": 0.5,
-}
+PHASE = {"attention": "softmax", "ratio": 0.0, "block_order": "sequence", "second_order": None}
+PHASE |= {"residual_steps": 1, "agent_share": 0.5}
 
 
 @pytest.mark.parametrize(
     ("phase", "kind", "shared"),
     [
-        ({"attention": "sampled"}, "sampled keys", False),
         ({"attention": "sampled", "residual_steps": 4}, "sampled keys", True),
         ({"attention": "block", "block_order": "spread"}, "spread blocks", False),
         ({"attention": "block", "block_order": "spread", "second_order": "windows"}, "other blocks", False),
@@ -368,39 +326,11 @@ def test_a_mark_tells_the_kind_of_approximation(
     assert ("Hollow" in chart.caption) is shared
 
 
-def test_different_numbers_of_threads_are_told(studies: list[dict[str, Any]]) -> None:
-    """Two threads may speed up one part of a UNet more than another."""
-    threads = [{**run, "environment": {"cpu_threads": count}} for run, count in zip(studies, (1, 2), strict=True)]
-    assert "threads" not in draw_pareto([Results(threads[0]), Results(threads[0])])[0].caption
-    said = draw_pareto([Results(each) for each in (*threads, threads[1])])[0].caption
-    assert said.endswith("Timed with different numbers of threads: `study_a` with 1, the others with 2.")
-
-
-def test_what_does_not_fit_together_is_refused(studies: list[dict[str, Any]]) -> None:
-    with pytest.raises(ElfattError, match="different steps have nothing in common: study_a 25, large 50"):
-        draw_pareto([Results(studies[0]), Results(data(name="large", steps=50))])
-    with pytest.raises(ElfattError, match="no row of empty has both UNet time and closeness"):
-        draw_pareto([Results(data(name="empty"))])
-
-
-def test_a_page_holds_the_trade_off_as_table_and_plot(studies: list[dict[str, Any]], tmp_path: Path) -> None:
-    text = "<!-- eval none -->\n<!-- end -->\n<!-- pareto pareto_closeness study_a study_b study_c -->\n<!-- end -->\n"
-    page, plots = fill_page(text, tmp_path, tmp_path)
-    assert page.count(MISSING) == 2 and plots == {}
-    for run in studies:
-        write_json(tmp_path / run["name"] / RESULTS_FILE, run)
-    page, plots = fill_page(page, tmp_path, tmp_path)
-    assert list(plots) == [tmp_path / "pareto_closeness.png"]
-    assert plots[tmp_path / "pareto_closeness.png"].startswith(b"\x89PNG")
-    assert "(pareto_closeness.png)" in page and "Not in it yet: `study_c`." in page and "| fast |" in page
-    assert fill_page(page, tmp_path, tmp_path) == (page, plots)
-
-
 def titles(table: str) -> list[str]:
     return [cell.strip() for cell in table.splitlines()[0].strip("|").split("|")]
 
 
-def test_some_rows_of_a_run_in_the_columns_that_vary() -> None:
+def test_some_rows_of_a_run_in_the_columns_that_vary(run: Path) -> None:
     """The accuracy is the same in all rows, and no difference in distance is shown; verdicts that differ are."""
     table = short_study(load_results(RESULTS / "toy_full"), ["elfatt-fast", "elfatt-quality"])
     assert titles(table) == ["Method", "PSNR, dB", "Lowest PSNR, dB", "SSIM", "UNet, s/img"]
@@ -408,57 +338,38 @@ def test_some_rows_of_a_run_in_the_columns_that_vary() -> None:
     table = short_study(load_results(RESULTS / "study_transformer"), ["few-keys", "no-cell"])
     assert {"Block size", "Feature cosine"} & {*titles(table)} == set()
     assert {"FD-toy difference, extrapolated", "Verdict", "Accuracy ↑"} <= {*titles(table)}
-    run = load_results(RESULTS / "study_steps")
-    with pytest.raises(ElfattError, match="at most 6 of"):
-        short_study(run, ["tome-all"] * 7)
-    with pytest.raises(ElfattError, match=r"rows=.'tome'. are not accepted"):
-        short_study(run, ["tome"])
+    for cells, message in ((["tome-all"] * 7, "at most 6 of"), (["tome"], r"rows=.'tome'. are not accepted")):
+        with pytest.raises(ElfattError, match=message):
+            short_study(load_results(RESULTS / "study_steps"), cells)
+    results = json.loads((run / "results.json").read_text())
+    for place, verdict in ((2, "better"), (3, "worse")):  # the interval of the share alone does not tell
+        results["rows"][place]["accuracy"]["mean"]["difference"]["verdict"] = verdict
+    made = study_table(Results(results))
+    place = [column.title for column in made.columns].index("Accuracy ↑")
+    assert [line.entries[place].remark for line in made.lines[1:5]] == ["", "better", "worse", ""]
 
 
-def test_a_headline_has_its_plot_and_table(tmp_path: Path) -> None:
-    marker = "<!-- headline plot study_presets/tome study_presets/elfatt-fast -->\n"
-    page, plots = fill_page(f"{marker}<!-- end -->\n", RESULTS, tmp_path)
-    assert [path.name for path in plots] == ["plot.png"]
-    assert f"| `tome` | 36.0 dB | 1.56{TIMES} | 1.34{TIMES} |" in page
-    assert [line.split(" | ")[0] for line in page.splitlines() if "`" in line] == ["| `tome`", "| `elfatt-fast`"]
-    with pytest.raises(ElfattError, match="row 'none' of study_presets does not exist; there are: sd, null, tome"):
-        fill_page("<!-- headline plot study_presets/none -->\n<!-- end -->\n", RESULTS, tmp_path)
-    with pytest.raises(ElfattError, match="of study_large has no closeness or no time"):
-        fill_page("<!-- headline plot study_large/tome -->\n<!-- end -->\n", RESULTS, tmp_path)
-
-
-@pytest.fixture
-def results() -> Results:
-    rows = [
-        timed("elfatt", 1.7, 35.0, method="elfatt"),
-        timed("agent", 1.65, 35.5, method="agent"),
-        timed("elfatt-fast", 2.0, 41.0, method="elfatt-fast"),
-        timed("untimed", None, 30.0, method="untimed"),
-    ]
-    return Results({"format": FORMAT, "name": "study_a", "protocol": {"model": "toy"}, "rows": rows})
-
-
-def test_names_are_readable_on_a_narrow_page(results: Results) -> None:
-    with pytest.raises(ElfattError, match="untimed"):
-        draw_headline([(results, results.rows[-1])])
+def test_the_headline_is_readable_on_a_narrow_page(tmp_path: Path) -> None:
+    """What was not measured is an empty cell."""
+    page, plots = fill_page(f"<!-- headline plot study_presets/tome study_presets/agent -->\n{END}", RESULTS, tmp_path)
+    assert [path.name for path in plots] == ["plot.png"] and f"| `tome` | 36.0 dB | 1.56{TIMES} | 1.34{TIMES} |" in page
+    rows = [timed(name, speed, psnr, method=name) for name, speed, psnr in (("elfatt", 1.7, 35.0), ("agent", 1.6, 35))]
+    rows += [timed("elfatt-fast", 2.0, 41.0, method="elfatt-fast"), timed("untimed", None, 30.0, method="untimed")]
+    results = Results({"format": FORMAT, "name": "study_a", "protocol": {"model": "toy"}, "rows": rows})
     figure = draw_headline([(results, row) for row in results.rows[:3]]).figure
     (axes,) = figure.axes
-    names = figure.legends[0].get_texts()
-    assert [text.get_text() for text in names] == ["elfatt", "agent", "elfatt-fast"]
-    words = [*names, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels()]
-    pixels = NARROW / figure.get_size_inches()[0] / 72
+    legend = figure.legends[0].get_texts()
+    assert [text.get_text() for text in legend] == ["elfatt", "agent", "elfatt-fast"]
+    words = [*legend, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels()]
+    pixels = 400 / figure.get_size_inches()[0] / 72
     assert min(text.get_fontsize() for text in words) * pixels > 10
     figure.draw_without_rendering()
     for label in (axes.xaxis.label, axes.yaxis.label):
         box = label.get_window_extent()
         assert figure.bbox.contains(*box.min) and figure.bbox.contains(*box.max)
-
-
-def test_what_was_not_measured_is_an_empty_cell(results: Results, tmp_path: Path) -> None:
     measured = {"rows": [{"method": "elfatt", "speed": {"untouched": {"median": 1.37, "min": 1.2, "max": 1.6}}}]}
     (tmp_path / "unet-512.json").write_text(json.dumps(measured))
-    lines = headline_table([(results, row) for row in results.rows[1:] + results.rows[:1]], tmp_path).splitlines()
-    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
-    assert cells["`elfatt`"] == ["35.0 dB", f"1.70{TIMES}", f"1.37{TIMES}", "", ""]
-    assert cells["`agent`"][2:] == ["", "", ""]
-    assert cells["`untimed`"][1] == ""
+    lines = headline_table([(results, row) for row in results.rows], tmp_path).splitlines()
+    found = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:]}
+    assert found["`elfatt`"] == ["35.0 dB", f"1.70{TIMES}", f"1.37{TIMES}", "", ""]
+    assert found["`agent`"][2:] == ["", "", ""] and found["`untimed`"][1] == ""

@@ -16,11 +16,11 @@ from pathlib import Path
 from elfatt_sd.devices import short_commit
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
-from elfatt_sd.evaluation.report.tables import plural, study_table, to_markdown
+from elfatt_sd.evaluation.report.tables import plural, to_markdown
 from elfatt_sd.files import link, place_of
 from tools.pages.blocks import MISSING, check_markers, check_results, fill_blocks
 from tools.pages.compare import compare_rows
-from tools.pages.short import short_study
+from tools.pages.short import short_study, study_table
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -8,8 +8,17 @@ from dataclasses import replace
 from elfatt_sd.benchmarking.record import Results as Benchmark
 from elfatt_sd.benchmarking.report import KEYS, clock, scaled, spread
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.tables import Line, Table, study_table, to_markdown
+from elfatt_sd.evaluation.report.data import ACCURACY, Results, Row
+from elfatt_sd.evaluation.report.tables import (
+    Entry,
+    Table,
+    closeness_columns,
+    figure_columns,
+    make_table,
+    time_column,
+    to_markdown,
+)
+from elfatt_sd.evaluation.statistics import BETTER, WORSE
 
 MOST_ROWS = 6
 _LEFT_OUT = ("Feature cosine",)  # moves with the SSIM
@@ -61,6 +70,26 @@ def short_study(results: Results, cells: Sequence[str]) -> str:
     return to_markdown(_varying(replace(table, lines=[by_cell[cell] for cell in cells])))
 
 
+def study_table(results: Results) -> Table:
+    """Build the table of a study: closeness to the untouched images, distance and accuracy, UNet time."""
+    columns = closeness_columns(results)
+    if results.distance is not None:
+        for title, make in figure_columns(results, results.distance, " ↓")[1:]:
+            own = f"{results.distance} {title[0].lower()}{title[1:]}"
+            columns.append((own if "ifference" in title else title, make))
+    if ACCURACY in results.attributes:
+        title, plain = figure_columns(results, ACCURACY, " ↑")[0]
+
+        def judged(row: Row) -> Entry:
+            """The interval of the share alone does not tell: the verdict is of the paired difference."""
+            verdict = row.figure(ACCURACY).difference.verdict
+            return replace(plain(row), remark=verdict) if verdict in (BETTER, WORSE) else plain(row)
+
+        columns.append((title, judged))
+    timed = any(row.timed["unet"].seconds_per_image is not None for row in results.rows)
+    return make_table(results, [*columns, time_column(results, "unet" if timed else results.time_part)])
+
+
 def _check(names: Sequence[str], known: object, rows: int) -> None:
     missing = [name for name in names if name not in known]  # type: ignore[operator]
     if missing or rows > MOST_ROWS:
@@ -69,24 +98,14 @@ def _check(names: Sequence[str], known: object, rows: int) -> None:
 
 def _varying(table: Table) -> Table:
     """Leave out the columns in which all rows say the same."""
-    cells = [[*line.heads, *line.entries] for line in table.lines]
 
     def varies(place: int) -> bool:
-        if place == 0:
-            return True
-        said = {(entry[place].text, entry[place].small) for entry in cells if entry[place].kind not in _GIVEN}
-        return len(said) > 1 and table.columns[place].title not in _LEFT_OUT
+        entries = [line.entries[place] for line in table.lines]
+        said = {(entry.text, entry.small) for entry in entries if entry.kind not in _GIVEN}
+        return place == 0 or (len(said) > 1 and table.columns[place].title not in _LEFT_OUT)
 
     kept = [place for place in range(len(table.columns)) if varies(place)]
     if not any("erdict" in table.columns[place].title for place in kept):  # then no difference is judged
         kept = [place for place in kept if "difference" not in table.columns[place].title]
-
-    def cut(line: Line) -> Line:
-        own = [*line.heads, *line.entries]
-        heads = sum(place < table.heads for place in kept)
-        return replace(
-            line, heads=[own[place] for place in kept[:heads]], entries=[own[place] for place in kept[heads:]]
-        )
-
-    heads = sum(place < table.heads for place in kept)
-    return Table([table.columns[place] for place in kept], [cut(line) for line in table.lines], heads)
+    lines = [replace(line, entries=[line.entries[place] for place in kept]) for line in table.lines]
+    return Table([table.columns[place] for place in kept], lines)

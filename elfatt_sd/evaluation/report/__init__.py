@@ -37,15 +37,14 @@ def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
     """Return the whole report: page, tables and plots, by the names of their files."""
     need("a report", *REPORT)
     from elfatt_sd.evaluation.report.charts import Palette, draw_plots
-    from elfatt_sd.evaluation.report.page import Pictures, render_page
+    from elfatt_sd.evaluation.report.page import render_page
 
     plots, missing = draw_plots(results, Palette(results))
     tables = written_tables(results)
-    contents = {name: text.encode("utf-8") for name, text in tables.items()}
-    contents |= {f"{plot.name}.png": plot.png for plot in plots}
-    if page:
-        contents[PAGE] = render_page(results, Pictures(results), plots, missing, tables).encode("utf-8")
-    return contents
+    texts = {**tables, **({PAGE: render_page(results, plots, missing, tables)} if page else {})}
+    return {name: text.encode() for name, text in texts.items()} | {
+        f"{plot.chart.name}.png": plot.png for plot in plots
+    }
 
 
 def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:

@@ -6,55 +6,35 @@ A sentence claims a gain only where the figures carry it: a verdict for quality,
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
-from elfatt_sd.evaluation.records import Difference, Estimate
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, PARTS, Results, Row
+from elfatt_sd.evaluation.records import Estimate
+from elfatt_sd.evaluation.report.data import ACCURACY, BASELINE, NULL, PARTS, Results, Row, shortened
 from elfatt_sd.evaluation.report.tables import TIMES, decimals_for, fixed, interval, join_names, plural, shown, span
 from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
-_NAMED = 4  # judges that a sentence names where they see nothing bad; more are counted
 _MANY = 10  # comparisons from which on chance verdicts are worth a word
 _ERROR_RATE = 0.05  # of a 95 % interval
 _TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before a headline says so
+_QUALITY = {BETTER: "better in", NO_DIFFERENCE: "not shown to be worse in", WORSE: "worse in"}
+_COUNTED = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "without a difference shown"}
 _SHORT = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "none shown", TOO_FEW: "not judged"}
-_GAP, _LEAST = 2, 12  # characters between columns, and of a row's name
+_LEAST = 12  # characters of a row's name
 
 
-@dataclass(frozen=True)
-class Judge:
-    """A figure with verdicts."""
-
-    name: str  # what sentences call it
-    key: str  # its name in the results
-    kind: str  # `distances`, `accuracy` or `metrics`
-
-    def difference(self, row: Row) -> Difference:
-        found: Difference = getattr(row, self.kind)[self.key].difference
-        return found
-
-
-def _judges(results: Results) -> list[Judge]:
-    """Return all figures with verdicts: the distance of the main table, other distances, accuracy, metrics."""
+def _judges(results: Results) -> list[str]:
+    """Name all figures with verdicts: the distance of the main table, other distances, accuracy, metrics."""
     distances = sorted(results.distances, key=lambda name: name != results.distance)
-    found = [Judge(name, name, "distances") for name in distances]
-    found += [Judge("accuracy", "mean", "accuracy")] if "mean" in results.attributes else []
-    found += [Judge(name, name, "metrics") for name in results.metrics]
-    return [judge for judge in found if any(judge.difference(row).verdict for row in results.rows)]
+    names = [*distances, ACCURACY, *results.metrics]
+    return [name for name in names if any(row.figure(name).difference.verdict for row in results.rows)]
 
 
 def _verdicts_of(results: Results, row: Row) -> dict[str, str | None]:
-    return {judge.name: judge.difference(row).verdict for judge in _judges(results)}
+    return {name: row.figure(name).difference.verdict for name in _judges(results)}
 
 
 def _first_verdict(results: Results, row: Row) -> str | None:
     return next(iter(_verdicts_of(results, row).values()), None)
-
-
-def _judged_worse(results: Results, row: Row) -> bool:
-    return WORSE in _verdicts_of(results, row).values()
 
 
 def _is_judged(results: Results, row: Row) -> bool:
@@ -63,16 +43,16 @@ def _is_judged(results: Results, row: Row) -> bool:
 
 def headline(results: Results) -> str:
     """Say what a user wants to know: the fastest method that is not shown to be worse, and how close it stays."""
-    part, timed = results.time_part, _timed(results)
-    if not timed:
+    part, best = results.time_part, recommended(results)
+    ratio = best.timed[part].speed if best else None
+    if best is None or ratio is None:
         return "Time was not measured."
-    faster = [row for row in timed if _is_faster(results, row)]
-    good = [row for row in faster if not _judged_worse(results, row)]
-    best = _fastest(results, [row for row in good if _is_judged(results, row)] or good or faster or timed)
-    judged, ratio = _is_judged(results, best), _speed_of(results, best)
     alone = "UNet alone, " if part == "unet" else ""
     figures = f"{best.name}: {fixed(ratio.value, 2)} times as fast as the untouched pipeline ({alone}{span(ratio, 2)})"
-    figures += _quality(results, best) if judged or _judged_worse(results, best) else ""
+    verdicts = _verdicts_of(results, best)
+    for verdict, words in _QUALITY.items():
+        names = [name.removesuffix(" mean") for name, found in verdicts.items() if found == verdict]
+        figures += f", {words} {join_names(names)}" if names else ""
     if best.mostly_identical:
         figures += ", most images identical"
     elif best.psnr is not None:
@@ -80,9 +60,10 @@ def headline(results: Results) -> str:
     again = results.null and results.null.timed[part].speed
     if again and max(abs(again.value - 1), *(abs(end - 1) for end in again.ends or ())) >= _TRIFLE:
         figures += f"; untouched timed again: {_times(again)}"
-    if good and judged:
-        return f"{figures}."
-    if good:
+    faster = _is_faster(results, best)
+    if faster and WORSE not in verdicts.values():
+        if _is_judged(results, best):
+            return f"{figures}."
         few = TOO_FEW in {_first_verdict(results, row) for row in results.methods}
         why = "the classes are too few" if few else "no paired difference was measured"
         return f"{figures}. Its quality is not judged: {why}."
@@ -98,21 +79,20 @@ def findings(results: Results) -> list[str]:
 
 
 def recommended(results: Results) -> Row | None:
-    timed = _timed(results)
-    good = [row for row in timed if not _judged_worse(results, row)] or timed
-    return _fastest(results, good) if good else next((row for row in results.methods if not row.failed), None)
+    """Return the fastest method that is shown to be faster and judged not to be worse, or what comes next to that."""
+    speeds = _speeds(results)
+    faster = [row for row in speeds if _is_faster(results, row)]
+    good = [row for row in faster if WORSE not in _verdicts_of(results, row).values()]
+    judged = [row for row in good if _is_judged(results, row)]
+    chosen = judged or good or faster or [*speeds]
+    unfailed = next((row for row in results.methods if not row.failed), None)
+    return max(chosen, key=lambda row: speeds[row].value, default=unfailed)
 
 
-def _timed(results: Results) -> list[Row]:
-    return [row for row in results.methods if not row.failed and row.timed[results.time_part].speed]
-
-
-def _speed_of(results: Results, row: Row) -> Estimate:
-    return row.timed[results.time_part].speed or Estimate(0.0)
-
-
-def _fastest(results: Results, rows: Sequence[Row]) -> Row:
-    return max(rows, key=lambda row: _speed_of(results, row).value)
+def _speeds(results: Results) -> dict[Row, Estimate]:
+    """Return how many times as fast as the untouched pipeline each method is that was timed."""
+    speeds = {row: row.timed[results.time_part].speed for row in results.methods if not row.failed}
+    return {row: speed for row, speed in speeds.items() if speed is not None}
 
 
 def _is_faster(results: Results, row: Row) -> bool:
@@ -127,39 +107,20 @@ def _times(ratio: Estimate) -> str:
     return f"{fixed(ratio.value, 2)} times ({span(ratio, 2)})"
 
 
-def _quality(results: Results, row: Row) -> str:
-    """Write all verdicts: `, better in FID and KID`, or `, not shown to be worse in FID, but worse in accuracy`."""
-    groups: dict[str, list[str]] = {}
-    for name, verdict in _verdicts_of(results, row).items():
-        if verdict not in (None, TOO_FEW):
-            words = {BETTER: "better in", WORSE: "worse in"}.get(verdict or "", "not shown to be worse in")
-            groups.setdefault(words, []).append(name)
-    parts = []
-    for words, names in groups.items():
-        more = len(names) - _NAMED + 1
-        if words != "worse in" and more > 1:
-            names = [*names[: _NAMED - 1], plural(more, "other figure")]
-        parts.append(f"{words} {join_names(names)}")
-    if len(parts) > 1:
-        parts[-1] = f"{'but' if 'worse in' in groups else 'and'} {parts[-1]}"
-    return "".join(f", {part}" for part in parts)
-
-
 def _verdicts(results: Results) -> str:
-    """Count the verdicts of the headline's judge, or say that the classes are too few for any."""
+    """Count the verdicts of the first figure that has any, or say that the classes are too few for any."""
     said = [_first_verdict(results, row) for row in results.methods]
     if TOO_FEW in said:
         rest = " but that of accuracy" if results.attributes else ""
         why = f"an interval over fewer than {FEWEST_CLASSES} classes of one size may be far too short"
         return f"No verdicts, and no intervals{rest}: {why}."
-    titles = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "without a difference shown"}
-    counts = [f"{said.count(known)} {title}" for known, title in titles.items() if known in said]
+    counts = [f"{said.count(known)} {title}" for known, title in _COUNTED.items() if known in said]
     if not counts:
         return ""
-    count, chance = sum(map(said.count, titles)), ""
+    count, chance = sum(map(said.count, _COUNTED)), ""
     if count >= _MANY:
         chance = f"; of {count} that do not differ, about {max(round(count * _ERROR_RATE), 1)} would get a verdict"
-    judge = _judges(results)[0].name
+    judge = _judges(results)[0]
     return f"By {judge}, of {plural(count, 'setting')}: {join_names(counts)} (paired 95 % intervals{chance})."
 
 
@@ -167,43 +128,40 @@ def _null(results: Results) -> str:
     row, judges = results.null, _judges(results)
     if row is None:
         return "There is no null row: how far chance alone moves the figures is not known."
-    found = judges[0].difference(row).estimate if judges else None
+    found = row.figure(judges[0]).difference.estimate if judges else None
     if found is None:
         return ""
     decimals = decimals_for([found])
     figure = f"{fixed(found.value, decimals, sign=True)} {interval(found, decimals, sign=True)}".strip()
     odd = [name for name, verdict in _verdicts_of(results, row).items() if verdict in (BETTER, WORSE)]
     more = f" It was judged different in {join_names(odd)}, so every verdict needs more images." if odd else ""
-    name = judges[0].name
-    return f"The null row, the same pipeline with other seeds, differs by {figure} in {name}, by chance.{more}"
+    return f"The null row, the same pipeline with other seeds, differs by {figure} in {judges[0]}, by chance.{more}"
 
 
 def _speed(results: Results) -> str:
-    part, timed = results.time_part, _timed(results)
-    if not timed:
+    part, speeds = results.time_part, _speeds(results)
+    if not speeds:
         return "Time was not measured."
-    best = _fastest(results, timed)
+    best = max(speeds, key=lambda row: speeds[row].value)
     place = f" on {results.hardware}" if results.hardware else ""
     start = "Fastest by the median" if _is_faster(results, best) else "None is shown to be faster; highest median"
     again = results.null and results.null.timed[part].speed
     noise = f"; the null row, untouched again: {_times(again)}" if again else ""
     kernels = {name for row in results.rows for name in row.time.attention_kernels}
     mixed = f" Rows attend with different kernels: {join_names(sorted(kernels))}." if len(kernels) > 1 else ""
-    figure = f"{best.name}, {_times(_speed_of(results, best))} as fast"
+    figure = f"{best.name}, {_times(speeds[best])} as fast"
     return f"{start}, {PARTS[part]}{place}: {figure}{noise}.{mixed}"
 
 
 def _gaps(results: Results) -> str:
     """Name what limits the run: a limit on the images, few rounds of timing, what could not be read, failed rows."""
-    note, unreadable = results.timing.get("note"), results.unreadable
+    references = (results.data.get("reference") or {}).values()
+    unreadable = list(dict.fromkeys(name for part in references for name in (part or {}).get("unreadable") or ()))
     failed = [row.name for row in results.rows if row.failed]
-    lost = f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}."
-    parts = [
-        _limits(results),
-        f"Time: {note}." if note else "",
-        lost if unreadable else "",
-        f"Failed: {join_names(failed)}." if failed else "",
-    ]
+    parts = [_limits(results), f"Time: {results.timing['note']}." if results.timing.get("note") else ""]
+    if unreadable:
+        parts.append(f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}.")
+    parts += [f"Failed: {join_names(failed)}."] if failed else []
     return " ".join(filter(None, parts))
 
 
@@ -222,37 +180,28 @@ def _limits(results: Results) -> str:
 
 def terminal_summary(results: Results, width: int = 80) -> str:
     """Write the headline and a table in lines of at most so many characters."""
-    lines = [line for text in (headline(results), _limits(results)) for line in textwrap.wrap(text, width)]
-    return shown("\n".join([*lines, "", *_terminal_table(results, width)]))
-
-
-def _terminal_table(results: Results, width: int) -> list[str]:
-    distance, gap = results.distance, " " * _GAP
-    titles = [*(["Distance", "Difference"] if distance else []), "Speed", "GiB/image", "PSNR"]
-    decimals = max(decimals_for(row.distance(distance).estimate for row in results.rows), 1)
-    texts = [_terminal_line(results, row, decimals) for row in results.rows if not row.failed]
-    widths = [max(map(len, column)) for column in zip(titles, *texts, strict=True)]
-    left = max(width - sum(widths) - _GAP * len(widths), _LEAST)
-    first = min(left, max((len(row.name) for row in results.rows), default=_LEAST))
-    remaining, lines = iter(texts), []
-    for name, row in [("Row", None), *((row.short(first), row) for row in results.rows)]:
-        if row is not None and row.failed:
-            lines.append(textwrap.shorten(f"{name}  failed: {row.failed}", width, placeholder="…"))
-        else:
-            figures = titles if row is None else next(remaining)
-            aligned = (text.rjust(size) for text, size in zip(figures, widths, strict=True))
-            lines.append(gap.join([name.ljust(first), *aligned]).rstrip())
-    return lines
+    said = [line for text in (headline(results), _limits(results)) for line in textwrap.wrap(text, width)]
+    titles = [*(["Distance", "Difference"] if results.distance else []), "Speed", "GiB/image", "PSNR"]
+    decimals = max(decimals_for(row.figure(results.distance).estimate for row in results.rows), 1)
+    lines = [("Row", titles)]
+    lines += [(row.name, _terminal_line(results, row, decimals)) for row in results.rows if not row.failed]
+    widths = [max(map(len, column)) for column in zip(*(texts for _, texts in lines), strict=True)]
+    first = min(max(len(name) for name, _ in lines), max(width - sum(widths) - 2 * len(widths), _LEAST))
+    table = []
+    for name, texts in lines:
+        figures = "".join(f"  {text.rjust(size)}" for text, size in zip(texts, widths, strict=True))
+        table.append(f"{shortened(name, first).ljust(first)}{figures}".rstrip())
+    failed = [f"{row.name}  failed: {row.failed}" for row in results.rows if row.failed]
+    return shown("\n".join([*said, "", *table, *(textwrap.shorten(text, width, placeholder="…") for text in failed)]))
 
 
 def _terminal_line(results: Results, row: Row, decimals: int) -> list[str]:
     found: list[str] = []
     if results.distance:
-        figure = row.distance(results.distance)
+        figure = row.figure(results.distance)
         verdict = figure.difference.verdict
-        known = row.role != BASELINE and verdict is not None
         found += ["-" if figure.value is None else fixed(figure.value, decimals)]
-        found += [_SHORT.get(verdict or "", verdict or "") if known else "-"]
+        found += ["-" if row.role == BASELINE or verdict is None else _SHORT.get(verdict, verdict)]
     ratio, psnr = row.timed[results.time_part].speed, None if row.role in (BASELINE, NULL) else row.psnr
     found += ["-" if ratio is None else f"{fixed(ratio.value, 2)}{TIMES}"]
     found += ["-" if row.slope is None else fixed(row.slope.value, 3)]

@@ -1,4 +1,4 @@
-"""Made-up runs with their reports, whose plots are all drawn once."""
+"""Made-up runs with their reports."""
 
 import copy
 
@@ -6,12 +6,11 @@ import pytest
 from support.runs import Page, build_run, build_sweep
 
 from elfatt_sd.evaluation.report import charts, load_results, write_report
-from elfatt_sd.evaluation.report.charts import Palette, draw_plots
-from elfatt_sd.evaluation.report.data import Results
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
+    """The folder of a run, its results and its page, with all plots."""
     folder = tmp_path_factory.mktemp("run")
     results = build_run(folder)
     return folder, results, Page(write_report(load_results(folder)))
@@ -31,13 +30,6 @@ def sweep_run(tmp_path_factory):
 @pytest.fixture
 def sweep(sweep_run):
     return copy.deepcopy(sweep_run[1])
-
-
-@pytest.fixture(scope="session")
-def plots_of(run, sweep_run):
-    """The plots of both runs by their names."""
-    shown = {"run": Results(run[1]), "sweep": Results(sweep_run[1])}
-    return {name: {plot.name: plot for plot in draw_plots(each, Palette(each))[0]} for name, each in shown.items()}
 
 
 @pytest.fixture
