@@ -253,7 +253,7 @@ def _tables(data: Any, hint: Any, place: str = "") -> Iterator[tuple[str, Mappin
     """Find the tables for which a type has a dataclass, whose unknown keys msgspec would pass over."""
     hint = _bare(hint)
     if dataclasses.is_dataclass(hint) and isinstance(data, Mapping):
-        hints = _fields(hint)
+        hints = typing.get_type_hints(hint, include_extras=True)
         yield place, data, hints
         for name, value in data.items():
             yield from _tables(value, hints.get(name, Any), f"{place}.{name}" if place else name)
@@ -270,10 +270,6 @@ def _bare(hint: Any) -> Any:
     return hint
 
 
-def _fields(hint: Any) -> dict[str, Any]:
-    return typing.get_type_hints(hint, include_extras=True)
-
-
 def _explained(message: str, data: Any, hint: Any) -> ElfattError:
     """Say in the words of this package what msgspec found."""
     found, _, place = message.partition(" - at `$")
@@ -282,8 +278,8 @@ def _explained(message: str, data: Any, hint: Any) -> ElfattError:
         return ElfattError(f"key {'.'.join(filter(None, [place, missing[1]]))!r} is missing; it is required.")
     for key in re.findall(r"[^.\[\]]+|\.\.\.", place):
         hint = _bare(hint)
-        if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, msgspec.Struct)):
-            hint = _fields(hint)[key]
+        if dataclasses.is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
+            hint = typing.get_type_hints(hint, include_extras=True)[key]
         else:
             hint = (*typing.get_args(hint), Any)[typing.get_origin(hint) is dict]
         if key == "...":  # msgspec does not name the key of a dict

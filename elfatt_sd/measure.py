@@ -116,9 +116,6 @@ class Comparison:
         for name in self.names:
             del self.times[name][whole:]
 
-    def speed(self, name: str, base: str) -> Spread:
-        return Spread.over(ratios(self.times[base], self.times[name]))
-
     def busy(self) -> str:
         return busy(times for times in self.times.values() if times)
 
@@ -311,16 +308,14 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
             meter, before = PeakMeter(device), int(counters.memory_allocated(device))
             call()
             return (meter.read() or 0) - before
-        return _tensors_on_cpu(call) if device.type == "cpu" else None
+        if device.type != "cpu":
+            return None
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            call()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return None
-
-
-def _tensors_on_cpu(call: Call) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        call()
     profiler: Any = profiled.profiler
     events = profiler.kineto_results.events()
     changes: list[tuple[int, int]] = sorted(
