@@ -125,13 +125,12 @@ def sha256_of_code(sources: Iterable[str]) -> str:
     trees = [ast.parse(source) for source in sources]
     for node in itertools.chain.from_iterable(map(ast.walk, trees)):
         if isinstance(body := getattr(node, "body", None), list):
-            kept = [line for line in body if not (isinstance(line, ast.Pass) or _is_text(line))]
+            kept = [line for line in body if not isinstance(line, ast.Pass)]
+            for line in kept.copy():
+                if isinstance(line, ast.Expr) and isinstance(getattr(line.value, "value", None), str):
+                    kept.remove(line)
             node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
     return sha256_of_data([*map(ast.unparse, trees)])
-
-
-def _is_text(line: ast.stmt) -> bool:
-    return isinstance(line, ast.Expr) and isinstance(getattr(line.value, "value", None), str)
 
 
 def is_full(error: OSError) -> bool:

@@ -208,10 +208,6 @@ def busy(times: Iterable[Sequence[float]]) -> str:
     )
 
 
-def times_as_fast(speed: str, busy: bool) -> str:
-    return "machine busy, speed unknown" if busy else f"{speed} times as fast"
-
-
 class Spread(NamedTuple):
     """What values of several rounds have in the middle, at least and at most."""
 

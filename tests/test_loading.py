@@ -273,7 +273,7 @@ def test_an_inpainting_checkpoint_is_loaded_as_that(folder: Path, tmp_path: Path
         ("not there\nmore lines", None, False, "could not be loaded from the hub, and .* here: not there"),
         ("look above", KeyError("x"), False, "from the hub, and"),
         ("look above", TimeoutError("late"), True, "from the hub, which cannot be reached, .*late"),
-        ("look", ConnectionError("404\n\nFound " + "for long " * 99), True, r"here: 404 Found .{100,220} \.\.\.$"),
+        ("look", ConnectionError("404\n\nFound " + "for long " * 99), True, r"here: 404 Found .{100,240} \.\.\.$"),
         ("Error no file named model.safetensors found", None, False, r"give variant='fp16' \(--variant fp16\)"),
     ],
 )

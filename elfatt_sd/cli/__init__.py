@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -34,12 +35,12 @@ from elfatt_sd.cli.options import (
 )
 from elfatt_sd.cli.tune import tune
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.files import check_writable
+from elfatt_sd.files import check_writable, write_file
 from elfatt_sd.progress import progress_of
 from elfatt_sd.toy import EMBEDDED, PROMPT
 
 if TYPE_CHECKING:
-    from elfatt_sd.drawing.studio import OnImage, OnStep, Result
+    from elfatt_sd.drawing.studio import OnImage, OnStep, Result, Studio
     from elfatt_sd.plans import Plan
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -131,7 +132,6 @@ def generate(
     from elfatt_sd.drawing.compare import compared
     from elfatt_sd.drawing.studio import Request, Studio, read_prompts
     from elfatt_sd.visualize import check_wanted
-    from elfatt_sd.visualize import explain as draw_again
 
     words = prompts or []
     if not each and sum(len(prompt.split()) == 1 for prompt in words) > 1:
@@ -143,7 +143,7 @@ def generate(
     asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
-    point = read_point(at)
+    point = tuple(float(part) for part in at.split(",") if re.fullmatch(r"\d*\.?\d+", part.strip()))
     check_wanted(step, point)
     if explain:
         need("--explain", "matplotlib")
@@ -160,16 +160,24 @@ def generate(
     seconds = median(result.seconds for result in results)
     print(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
     if explain:
-        studio.on_step = lambda step, steps: None
-        for path in draw_again(studio, results, layer=layer, step=step, at=point):
+        _explain(studio, results, {"layer": layer, "step": step, "at": point})
+
+
+def _explain(studio: Studio, results: Sequence[Result], wanted: dict[str, Any]) -> None:
+    """Draw every image once more, watched, and write what was seen next to it; the times are of the first run."""
+    from elfatt_sd.evaluation.report.charts import to_png
+    from elfatt_sd.visualize import draw, watch
+
+    studio.on_step = lambda step, steps: None
+    for result, (prompt, seed) in zip(results, studio.shots(), strict=True):
+        with studio.patched(), watch(studio.pipe, **wanted) as looks:
+            image = studio.draw(prompt, seed).frames[0]
+        layers = list(dict.fromkeys(look.layer for look in looks))
+        for look in looks:
+            number = f"-layer-{layers.index(look.layer) + 1}" if len(layers) > 1 else ""
+            path = result.path.with_name(f"{result.path.stem}-explained{number}-step-{look.step + 1}.png")
+            write_file(path, to_png(draw(look, image)))
             print(path)
-
-
-def read_point(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(map(float, text.split(",")))
-    except ValueError:
-        return ()
 
 
 @app.command(name="try")

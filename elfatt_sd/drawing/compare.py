@@ -18,7 +18,7 @@ from elfatt_sd.drawing.running import Shot
 from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Studio, free_name, write_image
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers
-from elfatt_sd.measure import Comparison, Spread, Turn, busy, ratios, times_as_fast
+from elfatt_sd.measure import Comparison, Spread, Turn, busy, ratios
 from elfatt_sd.patch import remove_patch
 from elfatt_sd.runtime.layer import fits
 
@@ -75,10 +75,8 @@ class Row:
         if self.method == UNTOUCHED:
             return name, ""
         close = f"PSNR {self.psnr_text()} dB" if self.usable else self.psnr_text()
-        return name, f"{times_as_fast(self.speed_text(), busy)}, {close}"
-
-    def figures(self) -> str:
-        return f"{self.method} ({self.speed:.2f} times as fast, PSNR {self.psnr_db:.1f} dB)"
+        speed = "machine busy, speed unknown" if busy else f"{self.speed_text()} times as fast"
+        return name, f"{speed}, {close}"
 
 
 class Trial:
@@ -187,8 +185,11 @@ class Trial:
                 "a larger image gains more."
             )
         closest, fastest = max(faster, key=lambda row: row.psnr_db), max(faster, key=lambda row: row.speed)
-        text = f"Use {closest.figures()}: the closest to untouched of those that were faster in every round"
-        return f"{text}, and the fastest." if fastest is closest else f"{text}; {fastest.figures()} is the fastest."
+        first, second = (
+            f"{row.method} ({row.speed:.2f} times as fast, PSNR {row.psnr_db:.1f} dB)" for row in (closest, fastest)
+        )
+        text = f"Use {first}: the closest to untouched of those that were faster in every round"
+        return f"{text}, and the fastest." if fastest is closest else f"{text}; {second} is the fastest."
 
     def write(self, folder: Path) -> Path:
         """Write the strip as PNG, and a JSON file next to it, and return the path of the strip."""

@@ -19,7 +19,6 @@ import fnmatch
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -32,9 +31,7 @@ from elfatt_sd import errors as checks
 from elfatt_sd.attention.joint import Keys, exact_attention
 from elfatt_sd.attention.ordering import Grid, order_merged
 from elfatt_sd.devices import standard_normal
-from elfatt_sd.drawing.studio import Result, Studio
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.files import write_file
 from elfatt_sd.methods import Attention, Draws, Prepared
 from elfatt_sd.patch import patches_of
 from elfatt_sd.phases import EXACT, Phase
@@ -346,17 +343,19 @@ def _seen(
     sizes, own_place = np.bincount(place), int(place[query])
     weights, on_text = weights_of(attend, q, k, context, own_place)
     exact, exact_text = weights_of(exactly, q[:, own_place : own_place + 1], k, context, 0)
-    heads, sets = [], same_keys(attend, q, context)
-    for numbers in head_groups(sets):
-        own, of = sets[numbers[0]], list(numbers)
+    heads, sets, groups = [], same_keys(attend, q, context), dict[bytes, list[int]]()
+    for head, labels in enumerate(sets):
+        groups.setdefault(b"" if labels is None else labels.tobytes(), []).append(head)
+    for of in groups.values():
+        own = sets[of[0]]
         found, right = ((each[of].mean(0) / sizes)[place] for each in (weights, exact))
         text, right_text = float(on_text[of].mean()), float(exact_text[of].mean())
         keys = None if own is None or own.max() == 0 else own[place]
-        heads.append(Heads(numbers, keys, found, right, text, right_text))
+        heads.append(Heads(tuple(of), keys, found, right, text, right_text))
     agents = []
     if pools := attention.pools(q.shape[1]):
-        groups = np.repeat(np.arange(len(pools)), pools)[place]
-        agents.append(Grouping("are averaged into one agent", groups))
+        pooled = np.repeat(np.arange(len(pools)), pools)[place]
+        agents.append(Grouping("are averaged into one agent", pooled))
     for ratio in dict.fromkeys(merge_ratios):
         if (matching := _matching(state, ratio)) is not None:
             agents.append(Grouping("merge into one agent", _numbers(matching.groups[ROW])))
@@ -366,10 +365,10 @@ def _seen(
 
 def _places(state: LayerCall, phase: Phase, prepared: Prepared | None) -> Labels:
     """Return the place `[N]` that each token of the grid has among those that attention is given."""
-    matching, order = _matching(state, phase.merge.ratio), None if prepared is None else prepared.order
+    matching = _matching(state, phase.merge.ratio)
+    if matching is not None and prepared is not None and prepared.sorts_merged:
+        matching = matching.reordered(order_merged(prepared.order, matching.positions))
     if matching is not None:
-        if prepared is not None and prepared.sorts_merged:
-            matching = matching.reordered(order_merged(order, matching.positions))
         return _numbers(matching.groups[ROW])
     if prepared is None or prepared.inverse is None:
         return np.arange(state.grid.tokens)
@@ -433,14 +432,6 @@ def same_keys(attend: Attend, q: Tensor, context: Keys | None) -> list[Labels | 
             labels[left[np.abs(rows[left] - rows[left[0]]).max(axis=1) <= tolerance]] = number
         found.append(None if (labels < 0).any() else labels)
     return found
-
-
-def head_groups(labels: Sequence[Labels | None]) -> list[tuple[int, ...]]:
-    """Return the heads whose queries see the same sets of keys, together."""
-    groups: dict[bytes, list[int]] = {}
-    for head, each in enumerate(labels):
-        groups.setdefault(b"" if each is None else each.tobytes(), []).append(head)
-    return [tuple(heads) for heads in groups.values()]
 
 
 def draw(look: Look, image: Image.Image | None = None) -> Figure:
@@ -546,21 +537,3 @@ def _panels(look: Look, image: Image.Image | None) -> Iterator[tuple[str, str, N
 
 def _most(values: Weights) -> float:
     return max(float(np.quantile(values, 0.99)), 1e-12)
-
-
-def explain(studio: Studio, results: Sequence[Result], **wanted: Any) -> Iterator[Path]:
-    """Draw every image of a studio once more, watched, and write what was seen next to it.
-
-    The times and the memory of the images are not those of the watched run, which takes more.
-    """
-    from elfatt_sd.evaluation.report.charts import to_png
-
-    for result, (prompt, seed) in zip(results, studio.shots(), strict=True):
-        with studio.patched(), watch(studio.pipe, **wanted) as looks:
-            image = studio.draw(prompt, seed).frames[0]
-        layers = list(dict.fromkeys(look.layer for look in looks))
-        for look in looks:
-            number = f"-layer-{layers.index(look.layer) + 1}" if len(layers) > 1 else ""
-            path = result.path.with_name(f"{result.path.stem}-explained{number}-step-{look.step + 1}.png")
-            write_file(path, to_png(draw(look, image)))
-            yield path

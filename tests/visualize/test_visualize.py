@@ -179,7 +179,6 @@ def test_queries_that_see_the_same_keys_are_found_whatever_is_added_of_their_own
     blocks, everything = visualize.same_keys(attend, tensors()[0], None)
     assert blocks is not None and everything is not None
     assert blocks.tolist() == [0] * 4 + [1] * 4 + [2] * 4 and set(everything) == {0}
-    assert visualize.head_groups([blocks, everything, blocks]) == [(0, 2), (1,)]
     monkeypatch.setattr(visualize, "MOST_SETS", 2)
     blocks, everything = visualize.same_keys(attend, tensors()[0], None)
     assert blocks is None and everything is not None, "too many to be told apart"
