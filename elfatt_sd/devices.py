@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -216,8 +216,18 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             packages[name] = importlib.metadata.version(name)
-    kernels = ["flash (CPU)", "math"]  # that torch's fused attention may choose from
+    cuda, kernels = None, ["flash (CPU)", "math"]  # that torch's fused attention may choose from
     if device.type == "cuda":
+        properties, cudnn = torch.cuda.get_device_properties(device), cast(Any, torch.backends.cudnn)
+        cuda = {
+            "runtime": torch.version.cuda or f"ROCm {torch.version.hip}",
+            "cudnn": cudnn.version(),
+            "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+            "memory_gib": properties.total_memory / 2**30,
+            "capability": f"{properties.major}.{properties.minor}",
+            "tf32": torch.backends.cuda.matmul.allow_tf32,
+            "cudnn_tf32": cudnn.allow_tf32,
+        }
         names = {"flash": "flash", "efficient": "mem_efficient", "cudnn": "cudnn", "math": "math"}
         kernels = [name for name, own in names.items() if getattr(torch.backends.cuda, f"{own}_sdp_enabled")()]
     return {
@@ -231,30 +241,9 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "cpu_cores": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
         "keeps_freed_memory": _kept,
-        "ram_gib": _ram_gib(),
-        "cuda": _cuda(device) if device.type == "cuda" else None,
+        "ram_gib": float(psutil.virtual_memory().total / 2**30),
+        "cuda": cuda,
         "attention_backends": {"scaled_dot_product_attention": kernels},
-    }
-
-
-def _ram_gib() -> float | None:
-    try:
-        return float(psutil.virtual_memory().total / 2**30)
-    except OSError:
-        return None
-
-
-def _cuda(device: torch.device) -> dict[str, Any]:
-    cudnn: Any = torch.backends.cudnn
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "runtime": torch.version.cuda or f"ROCm {torch.version.hip}",
-        "cudnn": cudnn.version(),
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "memory_gib": properties.total_memory / 2**30,
-        "capability": f"{properties.major}.{properties.minor}",
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn_tf32": cudnn.allow_tf32,
     }
 
 

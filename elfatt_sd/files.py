@@ -125,13 +125,12 @@ def sha256_of_code(sources: Iterable[str]) -> str:
     trees = [ast.parse(source) for source in sources]
     for node in itertools.chain.from_iterable(map(ast.walk, trees)):
         if isinstance(body := getattr(node, "body", None), list):
-            kept = [line for line in body if not (isinstance(line, ast.Pass) or _is_text(line))]
+            kept = [line for line in body if not isinstance(line, ast.Pass)]
+            for line in kept.copy():
+                if isinstance(line, ast.Expr) and isinstance(getattr(line.value, "value", None), str):
+                    kept.remove(line)
             node.body = kept or [ast.Pass()]  # type: ignore[attr-defined]
     return sha256_of_data([*map(ast.unparse, trees)])
-
-
-def _is_text(line: ast.stmt) -> bool:
-    return isinstance(line, ast.Expr) and isinstance(getattr(line.value, "value", None), str)
 
 
 def is_full(error: OSError) -> bool:
@@ -253,7 +252,7 @@ def _tables(data: Any, hint: Any, place: str = "") -> Iterator[tuple[str, Mappin
     """Find the tables for which a type has a dataclass, whose unknown keys msgspec would pass over."""
     hint = _bare(hint)
     if dataclasses.is_dataclass(hint) and isinstance(data, Mapping):
-        hints = _fields(hint)
+        hints = typing.get_type_hints(hint, include_extras=True)
         yield place, data, hints
         for name, value in data.items():
             yield from _tables(value, hints.get(name, Any), f"{place}.{name}" if place else name)
@@ -270,10 +269,6 @@ def _bare(hint: Any) -> Any:
     return hint
 
 
-def _fields(hint: Any) -> dict[str, Any]:
-    return typing.get_type_hints(hint, include_extras=True)
-
-
 def _explained(message: str, data: Any, hint: Any) -> ElfattError:
     """Say in the words of this package what msgspec found."""
     found, _, place = message.partition(" - at `$")
@@ -282,8 +277,8 @@ def _explained(message: str, data: Any, hint: Any) -> ElfattError:
         return ElfattError(f"key {'.'.join(filter(None, [place, missing[1]]))!r} is missing; it is required.")
     for key in re.findall(r"[^.\[\]]+|\.\.\.", place):
         hint = _bare(hint)
-        if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, msgspec.Struct)):
-            hint = _fields(hint)[key]
+        if dataclasses.is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
+            hint = typing.get_type_hints(hint, include_extras=True)[key]
         else:
             hint = (*typing.get_args(hint), Any)[typing.get_origin(hint) is dict]
         if key == "...":  # msgspec does not name the key of a dict

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import json
@@ -28,41 +27,35 @@ INDEX = "model_index.json"
 PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
 _WITH_VOCABULARY = ("CLIPTokenizer", "T5Tokenizer", "Qwen2Tokenizer")  # others, such as ByT5's, have none
 _VOCABULARY = ("vocab.json", "vocab.txt", "tokenizer.json", "vocab.jsonl", ".model", ".tiktoken")
-_VARIANT = re.compile(r"\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.safetensors")  # of model.fp16.safetensors: fp16
+_VARIANT = re.compile(r"\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.\w+")  # of model.fp16.safetensors: fp16
 
 
 def check_directory(path: Path, given: Collection[str], allow_pickle: bool, variant: str | None) -> None:
     """Check that a directory has all parts, with weights of the variant that may be loaded."""
-    kinds = {name: kind for name, kind in _index(path).items() if isinstance(kind, list) and kind and kind[0]}
-    wanted = [name for name in kinds if name not in given]
-    if missing := [name for name in wanted if not (path / name).is_dir()]:
-        raise ElfattError(f"model={str(path)!r} lacks a part: {', '.join(missing)} (named in its {INDEX}).")
-    files = {name: [file.name for file in visible((path / name).iterdir())] for name in wanted}
-    tokenizers = [name for name in wanted if str(kinds[name][-1]).startswith(_WITH_VOCABULARY)]
-    if wordless := [name for name in tokenizers if not any(file.endswith(_VOCABULARY) for file in files[name])]:
-        raise ElfattError(f"model={str(path)!r} has no vocabulary in {', '.join(wordless)}.")  # it would draw nonsense
-    safe = {name: [file for file in there if file.endswith(".safetensors")] for name, there in files.items()}
-    pickled = [name for name in wanted if not safe[name] and any(Path(file).suffix in PICKLES for file in files[name])]
-    if pickled and not allow_pickle:
+    model, variants, unfit = f"model={str(path)!r}", set[str](), {}
+    for name, kind in _index(path).items():
+        if not (isinstance(kind, list) and kind and kind[0]) or name in given:
+            continue
+        if not (path / name).is_dir():
+            raise ElfattError(f"{model} lacks a part: {name} (named in its {INDEX}).")
+        files = [file.name for file in visible((path / name).iterdir())]
+        if str(kind[-1]).startswith(_WITH_VOCABULARY) and not any(file.endswith(_VOCABULARY) for file in files):
+            raise ElfattError(f"{model} has no vocabulary in {name}.")  # it would draw nonsense
+        weights = [file for file in files if Path(file).suffix in {".safetensors", *PICKLES}]
+        safe = [file for file in weights if allow_pickle or file.endswith(".safetensors")]
+        own = {found[1] if (found := _VARIANT.search(file)) else "" for file in safe}
+        variants |= own
+        if weights and not own & {"", variant}:
+            unfit[name] = (safe or weights)[0]
+    if variant is not None and variants and variant not in variants:
+        there = ", ".join(map(repr, sorted(variants - {""}))) or "weights without a variant alone"
+        raise ElfattError(f"variant={variant!r} is not in {model}; there is: {there}.")
+    if unfit:
         raise ElfattError(
-            f"model={str(path)!r} has no .safetensors weights in {', '.join(pickled)}; convert it, or allow pickles "
-            "with allow_pickle=True (--allow-pickle)."
+            f"{model} has no plain .safetensors weights in {', '.join(unfit)}, but {min(unfit.values())}; give "
+            "variant='fp16' (--variant fp16) for such a variant, or allow pickles with allow_pickle=True "
+            "(--allow-pickle)."
         )
-    variants = {name: {_variant_of(file) for file in there} for name, there in safe.items() if there}
-    named = sorted(set().union(*variants.values()) - {""})
-    if variant is not None and variants and variant not in named:
-        there = ", ".join(map(repr, named)) or "weights without a variant alone"
-        raise ElfattError(f"variant={variant!r} is not in model={str(path)!r}; there is: {there}.")
-    if lacking := [name for name, each in variants.items() if not each & {"", variant}]:
-        raise ElfattError(
-            f"model={str(path)!r} has weights of a variant alone in {', '.join(lacking)}; "
-            f"give variant={named[0]!r} (--variant {named[0]})."
-        )
-
-
-def _variant_of(file: str) -> str:
-    found = _VARIANT.search(file)
-    return found[1] if found else ""
 
 
 def _index(path: Path) -> dict[str, Any]:
@@ -112,30 +105,25 @@ def scheduler_like(own: Any, kind: Any, **settings: Any) -> Any:
     return made
 
 
+def scheduler_class(name: str) -> str:
+    """Return the name of diffusers' class that a scheduler's name stands for."""
+    found = SCHEDULERS.get(name.lower(), name)
+    if found not in SCHEDULERS.values():
+        accepted = ", ".join(SCHEDULERS)
+        raise ElfattError(f"scheduler={name!r} is not known; accepted: {accepted}, or one of their classes' names.")
+    return found
+
+
 def make_scheduler(name: str, own: Any) -> Any:
-    """Return a scheduler by a name in `SCHEDULERS`, or by diffusers' class, with the settings of a model's own."""
+    """Return a scheduler by a name in `SCHEDULERS`, or by its class, with the settings of a model's own."""
     import diffusers
 
-    def make(name: str) -> Any:
-        kind = getattr(diffusers, SCHEDULERS.get(name.lower(), name))
-        plms = {"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}
-        return scheduler_like(own, kind, **plms)
-
-    def fits(name: str) -> bool:
-        with contextlib.suppress(ElfattError):
-            return make(name) is not None
-        return False
-
-    kind = getattr(diffusers, SCHEDULERS.get(name.lower(), name), None)
-    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
-        raise ElfattError(f"scheduler={name!r} is not known; accepted: {', '.join(SCHEDULERS)}.")
+    kind = getattr(diffusers, scheduler_class(name))
     try:
-        return make(name)
+        return scheduler_like(own, kind, **({"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}))
     except ElfattError as error:
-        accepted = ", ".join(filter(fits, SCHEDULERS))
-        remedy = f"accepted: {accepted}" if accepted else "leave it out, as no other does"
         own_name = type(own).__name__
-        raise ElfattError(f"scheduler={name!r} does not fit the model's {own_name}: {error}; {remedy}.") from error
+        raise ElfattError(f"scheduler={name!r} does not fit the model's {own_name}: {error}; leave it out.") from error
 
 
 def _try(scheduler: Any) -> float:
@@ -157,42 +145,29 @@ def _predicted(scheduler: Any) -> str:
     return str(settings.get("prediction_type", "something else"))
 
 
+_NOT_REACHED = {"ConnectionError", "TransportError", "Timeout", "TimeoutError", "gaierror", "OfflineModeIsEnabled"}
+_REACHED = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "RemoteEntryNotFoundError"}
+
+
 def call_loader(model: str | Path, load: Callable[..., Any], *args: Any, source: str = "", **options: Any) -> Any:
     """Call a loader of diffusers, which raises errors of any kind for a model that is damaged or not there."""
     try:
         return load(*args, **options)
     except Exception as error:
-        kind, reason = ElfattError, shortened(error.__cause__ or error)
-        if _unreachable(error):
-            kind, source = ElfattFailure, source.replace("the hub", "the hub, which cannot be reached")
-        if lacks := re.search(r"diffusers['`]? has no (?:attribute|class) ['`]?(\w+)", str(error)):
-            reason = f"the installed diffusers {version('diffusers')} has no {lacks[1]}; pip install -U diffusers."
-        raise kind(f"model={str(model)!r} could not be loaded{source}: {reason}") from error
+        chain = list(_causes(error))
+        names = {kind.__name__ for each in chain for kind in type(each).__mro__}
+        statuses = [getattr(getattr(each, "response", None), "status_code", 0) for each in chain]
+        failed: type[ElfattError] = ElfattError
+        if (names & _NOT_REACHED or max(statuses) >= 500) and not names & _REACHED:
+            failed, source = ElfattFailure, source.replace("the hub", "the hub, which cannot be reached")
+        reason = shortened(error.__cause__ or error)
+        raise failed(f"model={str(model)!r} could not be loaded{source}: {reason}") from error
 
 
-_NOT_REACHED = {"ConnectionError", "TransportError", "Timeout", "TimeoutError", "gaierror", "OfflineModeIsEnabled"}
-_REACHED = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "RemoteEntryNotFoundError"}
-
-
-def _unreachable(error: BaseException) -> bool:
-    chain = list(_causes(error))
-    names = {kind.__name__ for each in chain for kind in type(each).__mro__}
-    statuses = [getattr(getattr(each, "response", None), "status_code", 0) for each in chain]
-    return bool(names & _NOT_REACHED or max(statuses) >= 500) and not names & _REACHED
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__cause__ or current.__context__
-
-
-def dtype_keyword() -> str:
-    import diffusers
-
-    renamed = tuple(int(part) for part in diffusers.__version__.split(".")[:2]) >= (0, 42)
-    return "dtype" if renamed else "torch_dtype"
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def shortened(error: BaseException) -> str:
@@ -201,22 +176,25 @@ def shortened(error: BaseException) -> str:
 
 # The first convolution of a UNet, which tells by its input channels what the pipeline hands it.
 _FIRST = "model.diffusion_model.input_blocks.0.0.weight"
-_SD_KINDS = {
-    4: "StableDiffusionPipeline",
-    5: "StableDiffusionDepth2ImgPipeline",
-    7: "StableDiffusionUpscalePipeline",
-    8: "StableDiffusionInstructPix2PixPipeline",
-    9: "StableDiffusionInpaintPipeline",
+_SD, _SDXL = "StableDiffusion", "StableDiffusionXL"
+_KINDS = {  # pipelines by those channels, for each prefix by which a text encoder tells the family
+    "conditioner.embedders.1.": {
+        4: f"{_SDXL}Pipeline",
+        8: f"{_SDXL}InstructPix2PixPipeline",
+        9: f"{_SDXL}InpaintPipeline",
+    },
+    "conditioner.embedders.0.model.": {4: f"{_SDXL}Img2ImgPipeline"},  # the refiner
+    "": {
+        4: f"{_SD}Pipeline",
+        5: f"{_SD}Depth2ImgPipeline",
+        7: f"{_SD}UpscalePipeline",
+        8: f"{_SD}InstructPix2PixPipeline",
+        9: f"{_SD}InpaintPipeline",
+    },
 }
-_SDXL_KINDS = {
-    4: "StableDiffusionXLPipeline",
-    8: "StableDiffusionXLInstructPix2PixPipeline",
-    9: "StableDiffusionXLInpaintPipeline",
-}
-_REFINER_KINDS = {4: "StableDiffusionXLImg2ImgPipeline"}
 _CONFIGS = {  # the hub's configurations of kinds that diffusers does not tell from text to image
-    "StableDiffusionInstructPix2PixPipeline": "timbrooks/instruct-pix2pix",
-    "StableDiffusionXLInstructPix2PixPipeline": "diffusers/sdxl-instructpix2pix-768",
+    f"{_SD}InstructPix2PixPipeline": "timbrooks/instruct-pix2pix",
+    f"{_SDXL}InstructPix2PixPipeline": "diffusers/sdxl-instructpix2pix-768",
 }
 
 
@@ -254,16 +232,12 @@ def kind_of_file(path: Path) -> str:
         channels = names[_FIRST].shape[1] if _FIRST in names else 0
     if not channels:
         raise ElfattError(f"model={str(path)!r} is not a Stable Diffusion checkpoint: it has no {_FIRST!r}.")
-    if any(name.startswith("conditioner.embedders.1.") for name in names):
-        family, kinds = "SDXL", _SDXL_KINDS
-    elif any(name.startswith("conditioner.embedders.0.model.") for name in names):
-        family, kinds = "the SDXL refiner", _REFINER_KINDS
-    else:
-        family, kinds = "Stable Diffusion", _SD_KINDS
+    kinds = next(_KINDS[prefix] for prefix in _KINDS if any(name.startswith(prefix) for name in names))
     if channels not in kinds:
+        accepted = ", ".join(f"{number} ({kind})" for number, kind in kinds.items())
         raise ElfattError(
-            f"model={str(path)!r} is of {family}, and its UNet takes {channels} channels, which no known pipeline "
-            f"hands it; accepted: {', '.join(map(str, kinds))}."
+            f"model={str(path)!r} has a UNet that takes {channels} channels, which no known pipeline hands it; "
+            f"accepted: {accepted}."
         )
     return kinds[channels]
 
@@ -311,22 +285,18 @@ def load_pipeline(
     picked = pick_dtype(dtype, place)
     if (place.type, str(picked)) == ("cpu", "torch.float16"):
         warnings.warn("dtype='float16' is many times slower than float32 on a CPU; give float32.", stacklevel=2)
-    options = {dtype_keyword(): picked, **options}
+    keyword = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42) else "torch_dtype"
+    options = {keyword: picked, **options}
     if isinstance(source, Path) and source.is_file():
         return load_file(source, options).to(place)
-    return _from_pretrained(source, use_safetensors=None if allow_pickle else True, variant=variant, **options).to(
-        place
-    )
-
-
-def _from_pretrained(model: str | Path, **options: Any) -> Any:
     from diffusers import DiffusionPipeline
 
-    source = "" if isinstance(model, Path) else " from the hub, and there is no such directory here"
+    options |= {"use_safetensors": None if allow_pickle else True, "variant": variant}
+    where = "" if isinstance(source, Path) else " from the hub, and there is no such directory here"
     try:
-        return call_loader(model, DiffusionPipeline.from_pretrained, model, source=source, **options)
+        return call_loader(source, DiffusionPipeline.from_pretrained, source, source=where, **options).to(place)
     except ElfattError as error:
-        if source and options["variant"] is None and "no file named" in str(error):
+        if where and variant is None and "no file named" in str(error):
             remedy = "if its weights are *.fp16.safetensors alone, give variant='fp16' (--variant fp16)"
             raise ElfattError(f"{error}; {remedy}.") from error
         raise

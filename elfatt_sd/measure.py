@@ -201,10 +201,6 @@ def busy(times: Iterable[Sequence[float]]) -> str:
     )
 
 
-def times_as_fast(speed: str, busy: bool) -> str:
-    return "machine busy, speed unknown" if busy else f"{speed} times as fast"
-
-
 class Spread(NamedTuple):
     """What values of several rounds have in the middle, at least and at most."""
 
@@ -301,16 +297,14 @@ def peak_memory(call: Call, device: torch.device) -> int | None:
             meter, before = PeakMeter(device), int(counters.memory_allocated(device))
             call()
             return (meter.read() or 0) - before
-        return _tensors_on_cpu(call) if device.type == "cpu" else None
+        if device.type != "cpu":
+            return None
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            call()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         return None
-
-
-def _tensors_on_cpu(call: Call) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        call()
     profiler: Any = profiled.profiler
     events = profiler.kineto_results.events()
     changes: list[tuple[int, int]] = sorted(

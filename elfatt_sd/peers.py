@@ -23,11 +23,10 @@ class Peer:
 
     name: str  # of it, in protocols and tables
     package: str  # that has it, as `elfatt_sd.errors` names it; empty for diffusers itself
-    what: str  # it does, in a few words
-    models: Literal["unet", "transformer"]  # that it speeds up
     settings: Mapping[str, Any]  # their names, with what holds where nobody gives others
     # `on(pipe, **settings)` puts it on a pipeline for the length of a `with` block
     on: Callable[..., AbstractContextManager[None]]
+    models: Literal["unet", "transformer"] = "unet"  # that it speeds up
     joins: bool = False  # whether a patch can be on together with it; otherwise it takes the patch's place
 
 
@@ -120,40 +119,23 @@ def _tidy(module: nn.Module) -> None:
             del part.forward
 
 
-_OWN: dict[str, dict[str, Any]] = {  # settings
-    "tomesd": {"ratio": 0.5, "stride": 2, "max_downsample": 1, "use_rand": True},
-    "deepcache": {"cache_interval": 3, "cache_branch_id": 0},
-    "tgate": {"gate_fraction": 0.4, "sp_interval": 5, "fi_interval": 1, "warm_up": 2},  # gate_step 10 of 25 steps
-    "first_block_cache": {"threshold": 0.05},
-    "pyramid_attention_broadcast": {
-        "spatial_attention_block_skip_range": 2,
-        "spatial_attention_timestep_skip_range": (100, 800),
-    },
-    "taylorseer": {"cache_interval": 3, "disable_cache_before_step": 3, "max_order": 1},
-}
+_BROADCAST = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (100, 800)}
+_TGATE = {"gate_fraction": 0.4, "sp_interval": 5, "fi_interval": 1, "warm_up": 2}  # gate_step 10 of 25 steps
+_TAYLOR = {"cache_interval": 3, "disable_cache_before_step": 3, "max_order": 1}
+_UNETS = (
+    Peer("tomesd", "tomesd", {"ratio": 0.5, "stride": 2, "max_downsample": 1, "use_rand": True}, _tomesd),
+    Peer("deepcache", "DeepCache", {"cache_interval": 3, "cache_branch_id": 0}, _deepcache, joins=True),
+    Peer("tgate", "tgate", _TGATE, _tgate),
+)
 _CACHES = (
-    ("first_block_cache", "FirstBlockCacheConfig", "skips steps in which the first block changes little"),
-    ("pyramid_attention_broadcast", "PyramidAttentionBroadcastConfig", "reuses the output of attention between steps"),
-    ("taylorseer", "TaylorSeerCacheConfig", "predicts features from earlier steps"),
+    ("first_block_cache", "FirstBlockCacheConfig", {"threshold": 0.05}),
+    ("pyramid_attention_broadcast", "PyramidAttentionBroadcastConfig", _BROADCAST),
+    ("taylorseer", "TaylorSeerCacheConfig", _TAYLOR),
 )
-_ALL = (
-    Peer("tomesd", "tomesd", "merges tokens before attention", "unet", _OWN["tomesd"], _tomesd),
-    Peer(
-        "deepcache",
-        "DeepCache",
-        "reuses deep features between steps",
-        "unet",
-        _OWN["deepcache"],
-        _deepcache,
-        joins=True,
-    ),
-    Peer("tgate", "tgate", "drops cross-attention and guidance after a step", "unet", _OWN["tgate"], _tgate),
-    *(
-        Peer(name, "", what, "transformer", _OWN[name], functools.partial(_cache, config=config), joins=True)
-        for name, config, what in _CACHES
-    ),
-)
-PEERS: dict[str, Peer] = {peer.name: peer for peer in _ALL}
+PEERS: dict[str, Peer] = {peer.name: peer for peer in _UNETS} | {
+    name: Peer(name, "", settings, functools.partial(_cache, config=config), "transformer", joins=True)
+    for name, config, settings in _CACHES
+}
 
 
 def peer_named(name: str) -> Peer:

@@ -22,6 +22,7 @@ from elfatt_sd.devices import (
     cpu_name,
     describe_machine,
     device_name,
+    memory_of,
     proc_value,
     read_clocks,
     short_commit,
@@ -31,29 +32,26 @@ from elfatt_sd.devices import (
 CPU = torch.device("cpu")
 
 
-def test_the_machine_is_described() -> None:
-    assert cpu_name() and "\n" not in cpu_name()
-    assert device_name(CPU) == f"{os.cpu_count()} cores of {cpu_name()}"
+def test_the_machine_is_described(tmp_path: Path) -> None:
+    assert device_name(CPU) == f"{os.cpu_count()} cores of {cpu_name()}" and "\n" not in cpu_name()
     assert device_name(torch.device("meta")).startswith("meta of ")
     here = describe_machine(CPU)
     assert here["packages"]["torch"] and here["cpu_cores"] == os.cpu_count()
     assert here["ram_gib"] > 0.1 and here["device"].endswith(here["cpu"])
+    total, free = memory_of(CPU)
+    assert 0 < free <= total
+    (tmp_path / "info").write_text("model\t: 1\nmodel name\t: Chip: 3 GHz\nmodel name\t: Other\n")
+    found = [proc_value(str(tmp_path / name), key) for name, key in (("info", "model name"), ("info", "x"), ("x", "x"))]
+    assert found == ["Chip: 3 GHz", None, None]
 
 
 def test_the_device_itself_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the current one, which may be another."""
     waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(device))
-    synchronize(CPU)
-    assert waited == []
-    synchronize(torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in (CPU, torch.device("cuda:1")):
+        synchronize(device)
     assert waited == [torch.device("cuda:1")]
-
-
-def test_first_value_of_a_key(tmp_path: Path) -> None:
-    (tmp_path / "info").write_text("model\t: 1\nmodel name\t: Chip: 3 GHz\nmodel name\t: Other\n")
-    found = [proc_value(str(tmp_path / name), key) for name, key in (("info", "model name"), ("info", "x"), ("x", "x"))]
-    assert found == ["Chip: 3 GHz", None, None]
 
 
 CODE = """
@@ -109,29 +107,33 @@ def test_the_script_writes_a_table_and_a_plot(tmp_path: Path, monkeypatch: Any, 
     assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
 
 
-def test_a_processor_without_a_known_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+def test_clocks_are_those_of_the_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own number: `CUDA_VISIBLE_DEVICES` gives another card the index 0."""
+
+    def hidden() -> None:
         raise PermissionError("hidden")
 
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0f2c"))
+    monkeypatch.setattr(devices, "_first_line", lambda *command: asked.append(command) or "1980, 2619, 1980, 31, 75.5")
+    assert read_clocks(torch.device("cuda", 0))["clocks.sm"] == "1980"
+    assert "--id=GPU-0f2c" in asked[0]
     assert set(read_clocks(CPU)) == {"cpu_mhz"}
-    monkeypatch.setattr(devices.psutil, "cpu_freq", fail)
+    monkeypatch.setattr(devices.psutil, "cpu_freq", hidden)
     assert read_clocks(CPU) == {"cpu_mhz": None}
 
 
-def test_processor_time_is_read() -> None:
-    """No part is greater than the whole, and this process's own share grows as it works."""
-    before = devices._processor_seconds()
-    end = time.process_time() + 0.1
+def test_processor_time_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds of two processors, six busy, four of them for this process: others had two of twenty.
+
+    No part that is read is greater than the whole, and this process's own share grows as it works.
+    """
+    before, end = devices._processor_seconds(), time.process_time() + 0.1
     while time.process_time() < end:
         pass
     after = devices._processor_seconds()
-    everything, busy, _ = after
-    assert 0 < busy <= everything
-    assert after[2] - before[2] >= 0.05
-
-
-def test_processor_time_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten seconds of two processors, six busy, four of them for this process: others had two of twenty."""
+    assert before is not None and after is not None
+    assert 0 < after[1] <= after[0] and after[2] - before[2] >= 0.05
     readings = iter([(100.0, 50.0, 7.0), (120.0, 56.0, 11.0)])
     monkeypatch.setattr(devices, "_processor_seconds", lambda: next(readings))
     assert Bystanders().share() == pytest.approx(0.1)
@@ -157,18 +159,3 @@ def test_the_commit_is_that_of_tracked_files(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("one = 2\n")
     assert commit_of(package) == f"{commit}+changes"
     assert short_commit(commit_of(package)) == f"{commit[:12]}+changes" and short_commit(None) == ""
-
-
-def test_clocks_are_those_of_the_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own number: `CUDA_VISIBLE_DEVICES` gives another card the index 0."""
-    asked: list[tuple[str, ...]] = []
-
-    def answer(*command: str) -> str:
-        asked.append(command)
-        return "1980, 2619, 1980, 31, 75.5"
-
-    properties = SimpleNamespace(uuid="0f2c")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    monkeypatch.setattr(devices, "_first_line", answer)
-    assert read_clocks(torch.device("cuda", 0))["clocks.sm"] == "1980"
-    assert "--id=GPU-0f2c" in asked[0]

@@ -92,10 +92,7 @@ def test_an_import_that_was_not_foreseen_names_its_extra(monkeypatch: Any) -> No
     result = call("doctor")
     assert (result.exit_code, result.stderr) == (2, f"error: torchmetrics.image is not installed: {EVAL}\n")
 
-
-def test_what_is_there_is_not_asked_for() -> None:
-    need("a test", "tomesd", "torchmetrics")
-    assert install_line("peft") == "pip install peft"
+    need("a test", "tomesd", "torchmetrics")  # which are there
     assert install_line("tomesd", "matplotlib", "pyarrow") == "pip install 'elfatt-sd[eval,parquet]'"
     assert install_line("tomesd", "peft") == f"{EVAL} peft"
 

@@ -33,22 +33,18 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == ["a.json"]
 
 
-def test_what_cannot_be_written_is_named_itself(tmp_path: Path) -> None:
-    """Not by the temporary file that was to become it."""
-    (tmp_path / "a.json").mkdir()
-    with pytest.raises(OSError) as raised:
-        write_json(tmp_path / "a.json", {})
-    assert raised.value.filename == str(tmp_path / "a.json")
+def test_how_json_is_written(tmp_path: Path) -> None:
+    """Numbers share a line, so that a study with hundreds of pictures a row is still read row by row.
 
-
-def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
-    """Of a file's name that is not UTF-8; readers that are strict take it."""
+    Half a surrogate pair, of a file's name that is not UTF-8, is an escape, which strict readers take. What cannot be
+    written is named itself, not by the temporary file that was to become it.
+    """
     write_json(tmp_path / "a.json", {"unreadable": ["\udcff\\.png \U0001f600"]})
     assert read_json(tmp_path / "a.json", "") == {"unreadable": ["\\udcff\\.png \U0001f600"]}
-
-
-def test_numbers_share_a_line(tmp_path: Path) -> None:
-    """So that a study with hundreds of pictures a row is still read, and compared with its last version, row by row."""
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError) as raised:
+        write_json(tmp_path / "folder", {})
+    assert raised.value.filename == str(tmp_path / "folder")
     data = {"psnr": [31.5, None, -1e-07], "rows": [[1, 2], ["[\n 3\n ]", "a, b"], [], {"deep": [[True]]}]}
     write_json(tmp_path / "a.json", data)
     text = (tmp_path / "a.json").read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -54,9 +55,8 @@ def test_what_fails_has_no_further_turns() -> None:
         return turn.number
 
     rounds = interleave("ab", take, range(3), lose=lambda turn, error: lost.append((turn, str(error))))
-    assert [[(turn.name, number) for turn, number in turns] for turns in rounds] == [
-        [("a", 0), ("b", 0)], [("a", 1)], [("a", 2)],
-    ]  # fmt: skip
+    found = [[(turn.name, number) for turn, number in turns] for turns in rounds]
+    assert found == [[("a", 0), ("b", 0)], [("a", 1)], [("a", 2)]]
     assert lost == [(Turn("b", 1, 1), "no")]
     with pytest.raises(ValueError, match="no"):
         [list(turns) for turns in interleave("ab", take, range(3))]
@@ -99,39 +99,26 @@ def test_what_fails_as_it_warms_up_is_lost_where_somebody_is_told() -> None:
 
 
 def test_ratios_are_taken_within_rounds_that_both_have() -> None:
-    assert ratios([2.0, 4.0, 9.0], [1.0, 1.0, 3.0]) == (2.0, 4.0, 3.0)
-    assert ratios([2.0], [1.0, 5.0]) == (2.0,)
-
-
-def test_the_spread_of_rounds() -> None:
+    assert ratios([2.0, 4.0, 9.0], [1.0, 1.0, 3.0]) == (2.0, 4.0, 3.0) and ratios([2.0], [1.0, 5.0]) == (2.0,)
     spread = Spread.over([2.0, 4.0, 3.0])
     assert spread._asdict() == {"median": 3.0, "min": 2.0, "max": 4.0}
     assert (spread.words(), Spread.over([1.001, 1.0]).words()) == ("3.00 (2.00 to 4.00)", "1.00")
     assert Spread.read({"name": "floor", **spread._asdict()}) == spread
 
 
-def test_the_clock_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_waits_for_the_device_and_counts_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[torch.device] = []
     monkeypatch.setattr(measure, "synchronize", waited.append)
     with Stopwatch(torch.device("cuda:1")) as watch:
         time.sleep(0.02)
-    assert waited == [torch.device("cuda:1")] * 2
-    assert watch.seconds >= 0.02
-
-
-def test_a_call_has_the_mean_of_its_repetitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waited == [torch.device("cuda:1")] * 2 and watch.seconds >= 0.02
     now = [0.0]
     monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
 
     def call() -> None:
         now[0] += 6 if now[0] else 2
 
-    assert timed(call, CPU, repeated=2) == 4
-
-
-def test_a_modules_time_is_the_sum_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    assert timed(call, CPU, repeated=2) == 4, "the mean"
 
     class Network(torch.nn.Module):
         def forward(self, seconds: float) -> None:
@@ -203,37 +190,24 @@ def test_the_peak_that_each_system_tells(monkeypatch: pytest.MonkeyPatch, platfo
     assert PeakMeter(torch.device("mps")).kind is PeakMeter(torch.device("mps")).read() is None
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that a test turns."""
-    now = [0.0]
+def test_progress_is_a_line_for_each_stage_and_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Another count or total has its own speed: steps of a shorter run say nothing of those to come."""
+    now, said = [0.0], list[str]()
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    return now
-
-
-def test_a_line_for_each_stage_and_after_a_while(clock: list[float]) -> None:
-    said: list[str] = []
     tell = Lines(said.append, "calls", every=30)
     for done in range(5):
         tell("first", done, 10)
-        clock[0] += 20
+        now[0] += 20
     tell("second", 5, 10)
+    tell = Lines(said.append, "steps", every=0, at_once=False)
+    for done, total, seconds in ((3, 3, 1000), (10, 30, 10), (20, 30, 0), (5, 30, 1), (26, 300, 10), (27, 300, 0)):
+        tell("image", done, total)
+        now[0] += seconds
     assert said == [
         "first: 0 of 10 calls done",
         "first: 2 of 10 calls done, about 0:02:40 left",
         "first: 4 of 10 calls done, about 0:02:00 left",
         "second: 5 of 10 calls done, about 0:01:40 left",
-    ]
-
-
-def test_another_count_or_total_has_its_own_speed(clock: list[float]) -> None:
-    """Steps of a shorter run say nothing of those to come."""
-    said: list[str] = []
-    tell = Lines(said.append, "steps", every=0, at_once=False)
-    for done, total, seconds in ((3, 3, 1000), (10, 30, 10), (20, 30, 0), (5, 30, 1), (26, 300, 10), (27, 300, 0)):
-        tell("image", done, total)
-        clock[0] += seconds
-    assert said == [
         "image: 3 of 3 steps done",
         "image: 10 of 30 steps done",
         "image: 20 of 30 steps done, about 0:00:10 left",
@@ -241,12 +215,9 @@ def test_another_count_or_total_has_its_own_speed(clock: list[float]) -> None:
         "image: 26 of 300 steps done",
         "image: 27 of 300 steps done, about 0:45:30 left",
     ]
-
-
-def test_nothing_is_said_of_what_is_quick(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_of("steps", at_once=False) as tell:
-        tell("image 1 of 1", 1, 2)
-    with progress_of("steps", shown=False) as tell:
-        clock[0] += 1000
-        tell("image 1 of 1", 2, 2)
+    with progress_of("steps", at_once=False) as tell_quick:
+        tell_quick("image 1 of 1", 1, 2)
+    with progress_of("steps", shown=False) as tell_nothing:
+        now[0] += 1000
+        tell_nothing("image 1 of 1", 2, 2)
     assert capsys.readouterr() == ("", "")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -19,17 +20,27 @@ from elfatt_sd import __version__
 from elfatt_sd import errors as checks
 from elfatt_sd.cli import bench, evaluation
 from elfatt_sd.cli.console import OneLineErrors, complain, one_line, output, process, quiet_libraries
-from elfatt_sd.cli.names import METHODS, SHAPE_NAMES
-from elfatt_sd.cli.options import MODELS, Height, Json, Patch, Source, Width, takes_drawing, takes_patch, takes_source
+from elfatt_sd.cli.options import (
+    METHODS,
+    MODELS,
+    SHAPE_NAMES,
+    Height,
+    Json,
+    Patch,
+    Source,
+    Width,
+    takes_drawing,
+    takes_patch,
+    takes_source,
+)
 from elfatt_sd.cli.tune import tune
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.files import check_writable
+from elfatt_sd.files import check_writable, write_file
 from elfatt_sd.progress import progress_of
 from elfatt_sd.toy import EMBEDDED, PROMPT
 
 if TYPE_CHECKING:
-    from elfatt_sd.drawing.compare import Trial
-    from elfatt_sd.drawing.studio import Drawn, Result
+    from elfatt_sd.drawing.studio import OnImage, OnStep, Result, Studio
     from elfatt_sd.plans import Plan
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -62,18 +73,16 @@ def _root(
 
 
 @contextmanager
-def progress(
-    images: int, drawings: int | None = None
-) -> Iterator[tuple[Callable[[int, int], None], Callable[[Drawn], None]]]:
+def progress(images: int, drawings: int | None = None) -> Iterator[tuple[OnStep, OnImage]]:
     """Show how far the steps of all images are, and print each image; a comparison draws more of them than it has."""
     total, finished, drawn = drawings or images, 0, 0
 
-    def on_image(result: Drawn) -> None:
+    def on_image(said: str, fault: str) -> None:
         nonlocal finished
         finished += 1
-        print(result.summary(), flush=True)
-        if result.fault:
-            complain(f"{result.name}: {result.fault}", "warning")
+        print(said, flush=True)
+        if fault:
+            complain(fault, "warning")
 
     def on_step(step: int, steps: int) -> None:
         nonlocal drawn
@@ -121,17 +130,21 @@ def generate(
 ) -> None:
     """Draw images, each a PNG with its settings inside and a JSON file next to it."""
     from elfatt_sd.drawing.compare import compared
-    from elfatt_sd.drawing.studio import Request, Studio, check_quoted, read_prompts
-    from elfatt_sd.visualize.looks import Asked
+    from elfatt_sd.drawing.studio import Request, Studio, read_prompts
+    from elfatt_sd.visualize import check_wanted
 
-    words = list(prompts or ())
-    if not each:
-        check_quoted(words, "elfatt-sd generate")
+    words = prompts or []
+    if not each and sum(len(prompt.split()) == 1 for prompt in words) > 1:
+        raise ElfattError(
+            f"{len(words)} prompts, some of one word, look like one without quotes; give elfatt-sd generate "
+            f'"{" ".join(words)}", or --each to draw every one of them (or --prompt-file, one a line).'
+        )
     prompts = [*words, *(read_prompts(prompt_file) if prompt_file else ())]
     asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
-    looking = Asked.read(layer, step, at)
+    point = tuple(float(part) for part in at.split(",") if re.fullmatch(r"\d*\.?\d+", part.strip()))
+    check_wanted(step, point)
     if explain:
         need("--explain", "matplotlib")
         if not chosen.config.active:
@@ -142,15 +155,28 @@ def generate(
     images = request.num_images * len(prompts)
     with progress(images, 2 * images + 1 if compare else images) as (studio.on_step, on_image):
         for result in compared(studio) if compare else studio.results():
-            results.append(result.without_picture())  # there may be more than memory holds
-            on_image(result)
+            results.append(result)
+            on_image(result.summary(), result.fault and f"{result.path}: {result.fault}")
     seconds = median(result.seconds for result in results)
     print(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
     if explain:
-        from elfatt_sd.visualize.drawing import explain as draw_again
+        _explain(studio, results, {"layer": layer, "step": step, "at": point})
 
-        studio.on_step = lambda step, steps: None
-        for path in draw_again(studio, results, looking):
+
+def _explain(studio: Studio, results: Sequence[Result], wanted: dict[str, Any]) -> None:
+    """Draw every image once more, watched, and write what was seen next to it; the times are of the first run."""
+    from elfatt_sd.evaluation.report.charts import to_png
+    from elfatt_sd.visualize import draw, watch
+
+    studio.on_step = lambda step, steps: None
+    for result, (prompt, seed) in zip(results, studio.shots(), strict=True):
+        with studio.patched(), watch(studio.pipe, **wanted) as looks:
+            image = studio.draw(prompt, seed).frames[0]
+        layers = list(dict.fromkeys(look.layer for look in looks))
+        for look in looks:
+            number = f"-layer-{layers.index(look.layer) + 1}" if len(layers) > 1 else ""
+            path = result.path.with_name(f"{result.path.stem}-explained{number}-step-{look.step + 1}.png")
+            write_file(path, to_png(draw(look, image)))
             print(path)
 
 
@@ -194,25 +220,21 @@ def try_methods(
     if len(sources) > 1 or len(all_prompts) > 1:
         _draw_sheet(sources, all_prompts, chosen, rounds, {"seed": seed, **drawing}, out)
         return
-    pipe = sources[request.model].load_for(request)
-    studio = Studio(pipe, request, out)
+    studio = Studio(sources[request.model].load_for(request), request, out)
     trial = Trial(studio, chosen, rounds)
     try:
         with progress(trial.images) as (studio.on_step, on_image):
             trial.run(on_image)
     finally:  # what is finished is shown and kept when it is stopped
-        if trial.rows:
-            _show_trial(trial, trial.write(out))
-
-
-def _show_trial(trial: Trial, path: Path) -> None:
-    table = Table(title=one_line(f"{trial.prompt}, seed {trial.seed}"), title_justify="left")
-    for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
-        table.add_column(name, justify="left" if name == "method" else "right")
-    for row in trial.rows:
-        table.add_row(row.label, f"{row.seconds:.2f}", row.speed_text(), row.psnr_text())
-    output().print(table)
-    print(f"{trial.recommendation()}\n{path}")
+        if rows := trial.rows:
+            table = Table(title=one_line(f"{trial.prompt}, seed {seed}"), title_justify="left")
+            for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
+                table.add_column(name, justify="left" if name == "method" else "right")
+            for row in rows:
+                table.add_row(row.label, f"{row.seconds:.2f}", row.speed_text(), row.psnr_text())
+            path = trial.write(out)
+            output().print(table)
+            print(f"{trial.recommendation()}\n{path}")
 
 
 def _draw_sheet(
@@ -342,7 +364,7 @@ def doctor(as_json: Json = False) -> None:
 
     sections = examine()
     if as_json:
-        data = {name: [finding.to_dict() for finding in findings] for name, findings in sections.items()}
+        data = {name: [vars(finding) for finding in findings] for name, findings in sections.items()}
         print(json.dumps({"healthy": healthy(sections), **data}, indent=2))
     marks = {"ok": ("ok", "green"), "missing": ("missing", "red"), "optional": ("not there", "yellow"), "info": ("",)}
     for name, findings in sections.items() if not as_json else ():

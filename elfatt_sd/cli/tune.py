@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from elfatt_sd.cli.console import adds_options, complain, optional
-from elfatt_sd.cli.names import METRICS
-from elfatt_sd.cli.options import DRAWING_OPTIONS, MODELS, Json, Source, takes_source
+from elfatt_sd.cli.options import DRAWING_OPTIONS, METRICS, MODELS, Json, Source, takes_source
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
 from elfatt_sd.progress import progress_of

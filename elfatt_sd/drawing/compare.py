@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -16,10 +15,10 @@ from PIL import Image
 from elfatt_sd.config import METHODS, UNTOUCHED, PatchConfig, known_method
 from elfatt_sd.drawing.pictures import psnr, side_by_side
 from elfatt_sd.drawing.running import Shot
-from elfatt_sd.drawing.studio import Drawn, OnStep, Request, Result, Studio, free_name, write_image
+from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Studio, free_name, write_image
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers
-from elfatt_sd.measure import Comparison, Spread, Turn, busy, ratios, times_as_fast
+from elfatt_sd.measure import Comparison, Spread, Turn, busy, ratios
 from elfatt_sd.patch import remove_patch
 from elfatt_sd.runtime.layer import fits
 
@@ -28,7 +27,6 @@ COLUMNS = 3  # images in a row of the strip
 WORTH = 1.05  # times as fast, in the slowest round, from which on a method is worth using
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
 BUSY_TITLE = "the machine was busy: the speeds, and which method is the fastest, are not to be trusted"
-OnImage = Callable[[Drawn], None]
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,8 @@ class Row:
         if self.method == UNTOUCHED:
             return name, ""
         close = f"PSNR {self.psnr_text()} dB" if self.usable else self.psnr_text()
-        return name, f"{times_as_fast(self.speed_text(), busy)}, {close}"
-
-    def figures(self) -> str:
-        return f"{self.method} ({self.speed:.2f} times as fast, PSNR {self.psnr_db:.1f} dB)"
+        speed = "machine busy, speed unknown" if busy else f"{self.speed_text()} times as fast"
+        return name, f"{speed}, {close}"
 
 
 class Trial:
@@ -100,16 +96,17 @@ class Trial:
     ) -> None:
         self.studio, self.rounds, self.again = studio, rounds, again
         self.prompt, self.seed = shot or next(studio.shots())
-        given = [each if isinstance(each, PatchConfig) else PatchConfig.preset(known_method(each)) for each in methods]
-        given = [
-            each.renamed("sd with settings") if each.active and each.method == UNTOUCHED else each for each in given
-        ]
-        self.configs = {each.method: each for each in (PatchConfig.preset(UNTOUCHED), *given)}
+        self.configs: dict[str, PatchConfig] = {UNTOUCHED: PatchConfig.preset(UNTOUCHED)}
+        for method in methods:
+            config = method if isinstance(method, PatchConfig) else PatchConfig.preset(known_method(method))
+            if config.active and config.method == UNTOUCHED:
+                config = config.renamed("sd with settings")
+            self.configs[config.method] = config
         self.comparison = Comparison(list(self.configs), self._take, rounds)
         self.times = self.comparison.times
         self.shots: dict[str, Shot] = {}  # the first one of each method, or the one that is no image
         self.images = rounds * len(self.configs) + again  # of a whole run
-        self._on_image: OnImage = lambda drawn: None
+        self._on_image: OnImage = lambda said, fault: None
 
     def warm_up(self) -> None:
         """Run two steps of each method, so that no time has a first call in it."""
@@ -121,7 +118,7 @@ class Trial:
 
         self.comparison.warm_up(take)
 
-    def run(self, on_image: OnImage = lambda drawn: None, warm_up: bool = True) -> None:
+    def run(self, on_image: OnImage = lambda said, fault: None, warm_up: bool = True) -> None:
         """Draw everything in interleaved rounds; what is drawn is kept if it is stopped."""
         self._on_image = on_image
         remove_patch(self.studio.pipe)
@@ -137,7 +134,7 @@ class Trial:
             raise ElfattError(f"the untouched image {shot.fault}.")
         which = f"round {turn.number + 1} of {self.rounds}" if turn.number < self.rounds else "again"
         name = f"{'untouched' if turn.name == UNTOUCHED else turn.name}, {which}"
-        self._on_image(Drawn(name, shot.frames[0], shot.seconds, shot.fault and f"the image {shot.fault}"))
+        self._on_image(f"{name}: {shot.seconds:.2f} s", shot.fault and f"{name}: the image {shot.fault}")
         return shot.seconds
 
     def draw(self, method: str) -> Shot:
@@ -147,7 +144,7 @@ class Trial:
             self.shots[method] = shot
         return shot
 
-    def _patched(self, method: str) -> Any:
+    def _patched(self, method: str) -> AbstractContextManager[None]:
         config = self.configs[method]
         return self.studio.patched(config) if config.active else nullcontext()
 
@@ -175,7 +172,7 @@ class Trial:
         faster = [row for row in usable if min(row.ratios) >= WORTH]
         if not usable:
             return "No method changed the image in this run: give more steps, or a larger image."
-        if said := self.busy():
+        if said := self.comparison.busy():
             return f"No recommendation: {said}."
         if not faster and any(row.speed >= WORTH for row in usable):
             return (
@@ -188,16 +185,15 @@ class Trial:
                 "a larger image gains more."
             )
         closest, fastest = max(faster, key=lambda row: row.psnr_db), max(faster, key=lambda row: row.speed)
-        text = f"Use {closest.figures()}: the closest to untouched of those that were faster in every round"
-        return f"{text}, and the fastest." if fastest is closest else f"{text}; {fastest.figures()} is the fastest."
-
-    def busy(self) -> str:
-        """Return what to say where the times do not count; empty otherwise."""
-        return self.comparison.busy()
+        first, second = (
+            f"{row.method} ({row.speed:.2f} times as fast, PSNR {row.psnr_db:.1f} dB)" for row in (closest, fastest)
+        )
+        text = f"Use {first}: the closest to untouched of those that were faster in every round"
+        return f"{text}, and the fastest." if fastest is closest else f"{text}; {second} is the fastest."
 
     def write(self, folder: Path) -> Path:
         """Write the strip as PNG, and a JSON file next to it, and return the path of the strip."""
-        rows, busy = self.rows, bool(self.busy())
+        rows, busy = self.rows, bool(self.comparison.busy())
         strip = side_by_side([row.picture for row in rows], [row.caption(busy) for row in rows], self.prompt, COLUMNS)
         return write_image(free_name(folder, self.prompt), strip, self.to_dict())
 
@@ -261,21 +257,33 @@ def compared(studio: Studio) -> Iterator[Result]:
         trial = following
 
 
-def pair(trial: Trial) -> tuple[Row, Row, str]:
-    """Return untouched and the only other method, and their figures in words."""
+class Pair(NamedTuple):
+    """Untouched and one other method."""
+
+    untouched: Row
+    own: Row
+    figures: str  # how many times as fast, and how close, in words
+    fault: str  # what is wrong with one of the images, in a sentence; empty otherwise
+
+
+def pair(trial: Trial) -> Pair:
+    """Return what a trial of one method did."""
     untouched, own = trial.rows
-    own = dataclasses.replace(own, fault=own.fault or untouched.fault)
-    text = f"untouched {mean(untouched.times):.2f} s, patched {own.seconds:.2f} s"
-    if not own.usable:
-        return untouched, own, f"{'not compared' if own.fault else own.unchanged} ({text})"
-    text += f": {own.speed_text()} times as fast (between two untouched runs, after a warm-up); "
-    text += f"PSNR {own.psnr_text()} dB"
-    return untouched, own, text + (f"\n  {trial.busy()}" if trial.busy() else "")
+    figures = f"untouched {mean(untouched.times):.2f} s, patched {own.seconds:.2f} s"
+    if found := untouched.fault or own.fault:
+        fault = f"the {'untouched' if untouched.fault else 'patched'} image {found}"
+        return Pair(untouched, replace(own, fault=found), f"not compared ({figures})", fault)
+    if own.unchanged:
+        return Pair(untouched, own, f"{own.unchanged} ({figures})", "")
+    figures += f": {own.speed_text()} times as fast (between two untouched runs, after a warm-up); "
+    figures += f"PSNR {own.psnr_text()} dB"
+    said = trial.comparison.busy()
+    return Pair(untouched, own, f"{figures}\n  {said}" if said else figures, "")
 
 
 def _written(trial: Trial) -> Result:
-    untouched, own, text = pair(trial)
-    shot, studio, busy = trial.shots[own.method], trial.studio, bool(trial.busy())
+    untouched, own, figures, fault = pair(trial)
+    shot, studio, busy = trial.shots[own.method], trial.studio, bool(trial.comparison.busy())
     sheet = side_by_side([untouched.picture, own.picture], [untouched.caption(), own.caption(busy)], trial.prompt)
     record = studio.record(trial.prompt, trial.seed, shot) | {
         "untouched_seconds": mean(untouched.times),
@@ -286,9 +294,7 @@ def _written(trial: Trial) -> Result:
         "timing": "one run between two untouched ones, after a warm-up of two steps",
     }
     path = write_image(free_name(studio.folder, trial.prompt), sheet, record)
-    which = "untouched" if untouched.fault else "patched"
-    fault = f"the {which} image {untouched.fault or own.fault}" if own.fault else ""
-    return Result(str(path), own.picture, shot.seconds, fault, path, studio.memory(shot), text)
+    return Result(path, shot.seconds, studio.memory(shot), fault, figures)
 
 
 class Line(NamedTuple):
@@ -297,6 +303,7 @@ class Line(NamedTuple):
     model: str  # name of the pipeline
     prompt: str  # what is drawn
     rows: list[Row]  # see `chosen`
+    record: dict[str, Any]  # of the trial
 
 
 class Sheet:
@@ -317,7 +324,6 @@ class Sheet:
         first = len({UNTOUCHED, *methods})
         tried = [first, *[min(3, first)] * (len(prompts) - 1)]
         self.images = len(models) * sum(rounds * each + self._again for each in tried)  # at most
-        self._records: list[dict[str, Any]] = []
 
     def run(self, on_step: OnStep, on_image: OnImage) -> None:
         untouched = PatchConfig.preset(UNTOUCHED)
@@ -328,16 +334,14 @@ class Sheet:
             for number, prompt in enumerate(self._prompts):
                 studio = Studio(pipe, Request((prompt,), untouched, model=model, **self._settings), Path(), on_step)
                 trial = Trial(studio, methods, self._rounds, again=self._again)
-                begin = f"{model}, {prompt}: "
 
-                def tell(drawn: Drawn, begin: str = begin) -> None:
-                    on_image(dataclasses.replace(drawn, name=begin + drawn.name.removesuffix(", round 1 of 1")))
+                def tell(said: str, fault: str, begin: str = f"{model}, {prompt}: ") -> None:
+                    on_image(begin + said, fault and begin + fault)
 
                 trial.run(tell, warm_up=number == 0)
                 rows = trial.rows if number else chosen(trial.rows)
                 methods = [row.method for row in rows]
-                self.lines.append(Line(model, prompt, rows))
-                self._records.append(trial.to_dict())
+                self.lines.append(Line(model, prompt, rows, trial.to_dict()))
 
     def write(self, folder: Path) -> Path:
         """Write the sheet as PNG, and a JSON file next to it, and return the path of the sheet."""
@@ -354,8 +358,8 @@ class Sheet:
         title = f"{TITLE}; {BUSY_TITLE}" if any(was_busy.values()) else TITLE
         sheet = side_by_side(images, captions, title, columns)
         drawn = "one image each between two untouched ones" if self._again else f"{self._rounds} interleaved rounds"
-        timing = f"{drawn}, after a warm-up of two steps"
-        return write_image(free_name(folder, "demo sheet"), sheet, {"trials": self._records, "timing": timing})
+        record = {"trials": [line.record for line in self.lines], "timing": f"{drawn}, after a warm-up of two steps"}
+        return write_image(free_name(folder, "demo sheet"), sheet, record)
 
     def summary(self) -> Iterator[str]:
         """Yield a line for each method of each pipeline: how many times as fast, and how close."""

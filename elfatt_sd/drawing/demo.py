@@ -7,7 +7,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +41,9 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
             bar((step, of), desc="drawing", unit="steps")
 
         try:
-            drawn = demo.draw(model, prompt, method, file, steps, seed, tell)
+            return demo.draw(model, prompt, method, file, steps, seed, tell)
         except ElfattError as error:
             raise gradio.Error(str(error), duration=None, print_exception=False) from error
-        return (drawn.untouched, drawn.patched), drawn.figures, drawn.plan
 
     with gradio.Blocks(title=TITLE, analytics_enabled=False) as page:
         gradio.Markdown(f"# {TITLE}\nLeft of the slider untouched, right of it patched: the same prompt and seed.")
@@ -70,16 +68,6 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
     return page.queue(default_concurrency_limit=1)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """What was drawn for one request."""
-
-    untouched: Image.Image  # the image of the pipeline as it is
-    patched: Image.Image  # the image with the method
-    figures: str  # how many times as fast, and how close, in a sentence or two
-    plan: str  # what was patched, in lines
-
-
 class Demo:
     """Pipelines that are loaded when they are first asked for; one image is drawn at a time."""
 
@@ -96,8 +84,12 @@ class Demo:
         steps: float | None = None,
         seed: float | None = 0,
         on_step: OnStep = lambda step, steps: None,
-    ) -> Pair:
-        """Draw a patched image between two untouched ones; what the page's fields are wrong in is one line."""
+    ) -> tuple[tuple[Image.Image, Image.Image], str, str]:
+        """Draw a patched image between two untouched ones; what the page's fields are wrong in is one line.
+
+        Returns:
+            the untouched and the patched image; how many times as fast, and how close; what was patched, in lines.
+        """
         if seed is None:
             raise ElfattError("there is no seed; give a whole number, such as 0.")
         whole = None if steps is None else int(steps)
@@ -109,7 +101,7 @@ class Demo:
         except Exception as error:
             raise ElfattError(in_plain_words(error)) from error
 
-    def _draw(self, pipe: Any, request: Request, on_step: OnStep) -> Pair:
+    def _draw(self, pipe: Any, request: Request, on_step: OnStep) -> tuple[tuple[Image.Image, Image.Image], str, str]:
         drawn = 0
 
         def tell(step: int, steps: int) -> None:
@@ -125,8 +117,6 @@ class Demo:
             for method in (*trial.configs, UNTOUCHED):  # a faulty image is shown, and said to be one
                 trial.times[method].append(trial.draw(method).seconds)
         own_warnings = dict.fromkeys(str(each.message) for each in caught if "elfatt-sd" in str(each.message))
-        untouched, own, figures = pair(trial)
-        which = "untouched" if untouched.fault else "patched"
-        fault = [f"the {which} image {own.fault}"] if own.fault else []
+        untouched, own, *said = pair(trial)
         planned = plan(pipe, request.config, height=own.picture.height, width=own.picture.width)
-        return Pair(untouched.picture, own.picture, "\n".join([figures, *fault, *own_warnings]), str(planned))
+        return (untouched.picture, own.picture), "\n".join(filter(None, [*said, *own_warnings])), str(planned)

@@ -17,7 +17,7 @@ from PIL import Image
 from elfatt_sd.devices import memory_of
 from elfatt_sd.drawing.pictures import Pixels, fault_of
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import family_of, main_denoiser, unwrap
+from elfatt_sd.families import main_denoiser, unwrap
 from elfatt_sd.families.sizes import Dimensions, decoder_widths, transformer_width
 from elfatt_sd.measure import PeakMeter, Stopwatch
 from elfatt_sd.plans import frames_to_one
@@ -34,8 +34,7 @@ def warn_if_too_large(
     """Warn of images or clips that are estimated to need more memory than is free on their device."""
     dimensions, each = dimensions_of(pipe), pipe.dtype.itemsize
     height, width = dimensions.size(height, width)
-    own = taken(pipe)["num_frames"].default if "num_frames" in taken(pipe) else 1
-    clip = frames or (own if isinstance(own, int) else 1)
+    clip = frames or _default(pipe, "num_frames") or 1
     length = (clip - 1) // frames_to_one(pipe) + 1  # of the latent
     config: Any = unwrap(main_denoiser(pipe)).config
     channels = config.get("block_out_channels")
@@ -58,9 +57,6 @@ def warn_if_too_large(
             f"{free / 2**30:,.1f} are free on {device.type}: it may fail.",
             stacklevel=3,
         )
-
-
-_OTHER_INPUTS = {"control_image", "mask_image"}
 
 
 def taken(pipe: Any) -> dict[str, inspect.Parameter]:
@@ -88,20 +84,20 @@ def dimensions_of(pipe: Any) -> Dimensions:
     vae: Any = getattr(pipe, "vae", None)
     decoder = vae.config if hasattr(vae, "decoder") else None
     factor = int(getattr(pipe, "vae_scale_factor", 0) or getattr(pipe, "vae_scale_factor_spatial", 8))
+    side: Any = getattr(pipe, "default_sample_size", None)
+    height, width = (side * factor if isinstance(side, int) else _default(pipe, name) for name in ("height", "width"))
     try:
-        return Dimensions.of(denoiser.config, decoder, factor, _own_size(pipe, factor))
+        return Dimensions.of(denoiser.config, decoder, factor, (height, width) if height and width else None)
     except LookupError as error:
         raise ElfattError(
             f"the configuration of a {type(denoiser).__name__} does not tell the size of its images ({error})."
         ) from error
 
 
-def _own_size(pipe: Any, factor: int) -> tuple[int, int] | None:
-    side = getattr(pipe, "default_sample_size", None)
-    if isinstance(side, int):
-        return side * factor, side * factor
-    height, width = (getattr(taken(pipe).get(name), "default", None) for name in ("height", "width"))
-    return (height, width) if isinstance(height, int) and isinstance(width, int) else None
+def _default(pipe: Any, name: str) -> int | None:
+    """Return the whole number that a pipeline's call has for an input that is not given; None where it has none."""
+    value: Any = getattr(taken(pipe).get(name), "default", None)
+    return value if isinstance(value, int) else None
 
 
 def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
@@ -211,54 +207,36 @@ def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
 
 def check_text_to_image(pipe: Any) -> None:
     """Check that a pipeline draws an image from a prompt alone."""
-    module = main_denoiser(pipe)
+    from diffusers.pipelines.auto_pipeline import AUTO_TEXT2IMAGE_PIPELINES_MAPPING
+
+    main_denoiser(pipe)  # refuses others
     kind, takes = type(pipe).__name__, taken(pipe)
     in_python = "patch it in Python with elfatt_sd.apply_patch(pipe)."
     if "num_frames" in takes:
         raise ElfattError(f"{kind} makes videos; give a text-to-image model, or {in_python}")
-    required = {name for name, parameter in takes.items() if _is_required(parameter)}
-    others = takes.keys() & _OTHER_INPUTS or (
-        {"image"} if "image" in takes and not _draws_without_image(pipe) else required - {"prompt"}
+    without_image = type(pipe) in AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values() and not hasattr(pipe, "controlnet")
+    needed = {
+        each.name for each in takes.values() if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
+    }
+    others = takes.keys() & {"control_image", "mask_image"} or (
+        {"image"} if "image" in takes and not without_image else needed - {"prompt"}
     )
     if others or not {"prompt", "height", "width", "num_inference_steps"} <= takes.keys():
         needs = f" ({', '.join(sorted(others))})" if others else ""
         raise ElfattError(f"{kind} needs more than a prompt{needs}; give a text-to-image model, or {in_python}")
-    if family_of(module).part != "unet":
-        return
-    channels: int = unwrap(module).config.in_channels  # type: ignore[union-attr,assignment]
-    latent = getattr(getattr(getattr(pipe, "vae", None), "config", None), "latent_channels", channels)
-    if channels != latent:
-        raise ElfattError(
-            f"the UNet takes {channels} channels, and a {kind} hands it the {latent} of its latents: it is of another "
-            "kind (9: inpainting, 8: InstructPix2Pix, 7: upscaler, 5: depth). Give a text-to-image model, or load it "
-            f"as what it is and {in_python}"
-        )
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-
-
-def _draws_without_image(pipe: Any) -> bool:
-    from diffusers.pipelines.auto_pipeline import AUTO_TEXT2IMAGE_PIPELINES_MAPPING
-
-    return type(pipe) in AUTO_TEXT2IMAGE_PIPELINES_MAPPING.values() and not hasattr(pipe, "controlnet")
 
 
 def tell_cut_prompts(pipe: Any, prompts: Iterable[str]) -> None:
     """Warn of prompts that are longer than a pipeline's text encoders take."""
-    tokenizers = [getattr(pipe, name, None) for name in ("tokenizer", "tokenizer_2", "tokenizer_3")]
-    rooms = [(_room(pipe, each), each) for each in tokenizers if hasattr(each, "model_max_length")]
+    rooms = []
+    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        tokenizer: Any = getattr(pipe, name, None)
+        if hasattr(tokenizer, "model_max_length"):
+            longest = int(tokenizer.model_max_length)
+            longest = min(longest, _default(pipe, "max_sequence_length") or longest)
+            rooms.append((longest - int(tokenizer.num_special_tokens_to_add()), tokenizer))
     if rooms:  # what another one cuts off, the one with the most room still reads
         tell_cut("prompts", prompts, *max(rooms, key=lambda pair: pair[0]))
-
-
-def _room(pipe: Any, tokenizer: Any) -> int:
-    limit: Any = taken(pipe).get("max_sequence_length")
-    longest = int(tokenizer.model_max_length)
-    if limit is not None and isinstance(limit.default, int):
-        longest = min(longest, limit.default)
-    return longest - int(tokenizer.num_special_tokens_to_add())
 
 
 def tell_cut(what: str, texts: Iterable[str], room: int, tokenizer: Any) -> None:

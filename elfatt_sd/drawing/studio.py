@@ -8,9 +8,9 @@ import math
 import platform
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from elfatt_sd.drawing.running import (
 )
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import atomic_file, write_json
-from elfatt_sd.loading import SCHEDULERS, make_scheduler
+from elfatt_sd.loading import make_scheduler, scheduler_class
 from elfatt_sd.patch import apply_patch, plan, restored, warn_if_slower
 
 LARGEST_FILE = 2**26  # bytes of a file of prompts
@@ -62,7 +62,7 @@ class Request:
     width: int | None = None  # in pixels; None is the model's own
     compare: bool = False  # draw every image twice, untouched and patched, side by side
     negative_prompt: str | None = None  # what guidance leads away from
-    scheduler: str | None = None  # a name in `SCHEDULERS`, or one of their classes; None keeps the model's own
+    scheduler: str | None = None  # see `loading.SCHEDULERS`; None keeps the model's own
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
@@ -93,25 +93,6 @@ def check_sizes(height: int | None, width: int | None) -> None:
             raise ElfattError(f"{name}={pixels!r} is not accepted; give a positive multiple of 8.")
 
 
-def scheduler_class(name: str) -> str:
-    """Return the name of diffusers' class that a scheduler's name stands for."""
-    found = SCHEDULERS.get(name.lower(), name)
-    if found not in SCHEDULERS.values():
-        accepted = ", ".join(SCHEDULERS)
-        raise ElfattError(f"scheduler={name!r} is not known; accepted: {accepted}, or one of their classes' names.")
-    return found
-
-
-def check_quoted(prompts: Sequence[str], command: str) -> None:
-    """Refuse prompts that look like the words of one, without quotes."""
-    if sum(len(prompt.split()) == 1 for prompt in prompts) < 2:
-        return
-    raise ElfattError(
-        f"{len(prompts)} prompts, some of one word, look like one without quotes; give "
-        f'{command} "{" ".join(prompts)}", or --each to draw every one of them (or --prompt-file, one a line).'
-    )
-
-
 def read_prompts(path: Path) -> tuple[str, ...]:
     """Read prompts from a text file, one a line; blank lines do not count."""
     try:
@@ -131,34 +112,21 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
 
 OnStep = Callable[[int, int], None]
+OnImage = Callable[[str, str], None]  # what was drawn, and what is wrong with it; the second is empty otherwise
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """An image that is done, for who shows progress."""
-
-    name: str  # what to call it
-    picture: Image.Image
-    seconds: float  # from prompt to image
-    fault: str  # what is wrong with it, in a sentence; empty otherwise
-
-    def summary(self) -> str:
-        return f"{self.name}: {self.seconds:.2f} s"
-
-
-@dataclass(frozen=True)
-class Result(Drawn):
-    """One finished file; its image and seconds are those of the method."""
+class Result:
+    """One finished file."""
 
     path: Path  # the PNG
+    seconds: float  # from prompt to image, of the method
     memory: str  # peak while it was drawn, in words
+    fault: str  # what is wrong with it, in a sentence; empty otherwise
     figures: str = ""  # of the comparison with the untouched image, in words; empty where there is none
 
     def summary(self) -> str:
         return f"{self.path}\n  {self.figures or f'{self.seconds:.2f} s'}"
-
-    def without_picture(self) -> Result:
-        return replace(self, picture=Image.new("RGB", (1, 1)))
 
 
 @dataclass
@@ -210,12 +178,9 @@ class Studio:
         """Draw, write and yield one image after the other; what is written stays, whatever happens later."""
         with self.patched():
             for prompt, seed in self.shots():
-                yield self._write(prompt, seed, self.draw(prompt, seed))
-
-    def _write(self, prompt: str, seed: int, shot: Shot) -> Result:
-        picture, fault = shot.frames[0], shot.fault and f"the image {shot.fault}"
-        path = write_image(free_name(self.folder, prompt), picture, self.record(prompt, seed, shot))
-        return Result(str(path), picture, shot.seconds, fault, path, self.memory(shot))
+                shot = self.draw(prompt, seed)
+                path = write_image(free_name(self.folder, prompt), shot.frames[0], self.record(prompt, seed, shot))
+                yield Result(path, shot.seconds, self.memory(shot), shot.fault and f"the image {shot.fault}")
 
     @contextmanager
     def patched(self, config: PatchConfig | None = None) -> Iterator[None]:

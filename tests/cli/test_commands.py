@@ -1,4 +1,4 @@
-"""`elfatt-sd bench`, `try` and `tune`, and the command as a process of its own: Ctrl-C, and a bar beside a pipe."""
+"""`elfatt-sd bench`, `patch`, `try` and `tune`, and the command as a process of its own: Ctrl-C, a bar and a pipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import PROMPT, ROOT, call, files, pixels
+from support.commands import PROMPT, ROOT, call, draw, files, pixels
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig
@@ -20,6 +20,11 @@ from elfatt_sd.drawing.studio import Studio
 
 pytestmark = pytest.mark.usefixtures("library_chatter", "own_cache")
 LAYER = ("bench", "layer", "--tokens", 64, "--repeats", 1, "--no-memory", "--dtype", "float32")
+
+
+def plain(text: str) -> list[str]:
+    """Lines of a terminal without their colours."""
+    return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
 
 
 def test_bench_prints_and_saves(tmp_path: Path) -> None:
@@ -42,34 +47,31 @@ def test_bench_shows_a_bar_that_counts_calls(monkeypatch: Any) -> None:
     variants = counts[-1][0] / 3 / 2  # a warm-up and two rounds, at two sizes
     assert counts[-1][0] == counts[-1][1] and variants.is_integer()
     assert min(total for _, total in counts) > counts[-1][1] - 3 * variants, "only warm-ups come as a surprise"
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.stdout.splitlines()]
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, plain(shown.stdout))) <= 80
 
 
-def test_try_draws_every_method_and_recommends(model: Path, tmp_path: Path) -> None:
-    result = call("try", model, "a", "red", "star", "--steps", 6, "--rounds", 1, "--out", tmp_path)
-    assert result.exit_code == 0, result.output
-    drawn = re.findall(r"^([a-z-]+), round 1 of 1", result.stdout, re.MULTILINE)
-    assert drawn == ["untouched", *elfatt_sd.METHODS[1:]]
-    assert "PSNR to untouched, dB" in result.stdout
-    assert files(tmp_path) == ["0001-a-red-star.json", "0001-a-red-star.png"]
-
-
-def test_try_keeps_what_is_finished_when_it_is_stopped(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    drawn, calls = Studio.draw, []
+@pytest.mark.parametrize("command", ["generate", "try"])
+def test_what_is_finished_stays_when_it_is_stopped(model: Path, tmp_path: Path, monkeypatch: Any, command: str) -> None:
+    drawn, left = Studio.draw, iter([1, 2])
 
     def third_is_interrupted(self: Studio, *given: Any, **named: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
+        if next(left, None) is None:
             raise KeyboardInterrupt
         return drawn(self, *given, **named)
 
     monkeypatch.setattr(Studio, "draw", third_is_interrupted)
-    result = call("try", model, PROMPT, "--steps", 2, "--out", tmp_path, "--method", "agent", "--method", "tome")
-    assert result.exit_code == 130
-    assert result.stderr == "error: stopped; what was finished stays\n"
+    words = [PROMPT, "--num-images", 3, "--model", model]
+    if command == "try":
+        words = [model, "a", "red", "star", "--method", "agent", "--method", "tome"]
+    result = call(command, *words, "--steps", 2, "--out", tmp_path)
+    assert (result.exit_code, result.stderr) == (130, "error: stopped; what was finished stays\n")
     record = json.loads((tmp_path / "0001-a-red-star.json").read_text())
-    assert [row["method"] for row in record["methods"]] == ["sd", "agent"]
+    if command == "try":
+        assert [row["method"] for row in record["methods"]] == ["sd", "agent"]
+        assert re.findall(r"^([a-z-]+), round 1 of 2", result.stdout, re.MULTILINE) == ["untouched", "agent"]
+        assert "PSNR to untouched, dB" in result.stdout and "0001-a-red-star.png" in files(tmp_path)
+    else:
+        assert {path.stem for path in tmp_path.iterdir()} == {"0001-a-red-star", "0002-a-red-star"}
 
 
 def test_several_prompts_or_models_are_a_sheet(model: Path, tmp_path: Path) -> None:
@@ -83,6 +85,54 @@ def test_several_prompts_or_models_are_a_sheet(model: Path, tmp_path: Path) -> N
     trials = json.loads((tmp_path / "out" / "0001-demo-sheet.json").read_text())["trials"]
     assert [trial["prompt"] for trial in trials] == ["a red star", "a dog"] * 2
     assert [trial["model"] for trial in trials] == [str(model)] * 2 + [str(other)] * 2
+
+
+def test_a_saved_configuration_can_be_used(model: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "my.json"
+    result = call("patch", model, "--method", "agent", "--ratio", 0.2, "--save", saved)
+    assert result.exit_code == 0, result.output
+    assert f"elfatt_sd.apply_patch(pipe, elfatt_sd.PatchConfig.load({str(saved)!r}))" in result.stdout
+    config = elfatt_sd.PatchConfig.load(saved)
+    assert config == elfatt_sd.PatchConfig.preset("agent", ratio=0.2)
+    draw(model, tmp_path / "out", "--config", saved, "--set", "fp32_logits=true")
+    record = json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())
+    assert elfatt_sd.PatchConfig.from_dict(record["config"]) == config.with_settings(fp32_logits=True)
+
+
+def test_patch_prints_the_plan_and_lines_that_run(model: Path) -> None:
+    result = call("patch", model, "--ratio", 0.25, "--block-order", "curve")
+    assert result.exit_code == 0, result.output
+    assert "elfatt: patches 3 of 7 self-attention layers" in result.stdout
+    assert "256 tokens (16x16)" in result.stdout
+    assert "times as fast" in result.stdout
+    lines = result.stdout.split("In Python:")[1]
+    names: dict[str, Any] = {}
+    exec("\n".join(line.strip() for line in lines.splitlines()), names)
+    assert names["pipe"].unet.elfatt_patch.config == PatchConfig.preset("elfatt", ratio=0.25, block_order="curve")
+
+
+def test_patch_as_json(model: Path) -> None:
+    words = ["--method", "tome", "--height", 64, "--width", 48, "--allow-pickle", "--json"]
+    data = json.loads(call("patch", model, *words).stdout)
+    assert (data["height"], data["width"]) == (32, 24)
+    assert sum(layer["patched"] for layer in data["layers"]) == 3
+    assert max(layer["tokens"] for layer in data["layers"]) == 32 * 24
+    assert data["multiply_adds_after"] < data["multiply_adds_before"]
+    assert data["python"][2:] == [
+        f'pipe = elfatt_sd.load_pipeline("{model}", allow_pickle=True)',
+        'elfatt_sd.apply_patch(pipe, "tome")',
+    ]
+    assert json.loads(call("patch", "--json").stdout)["python"][2] == 'pipe = elfatt_sd.load_pipeline("toy")'
+
+
+def test_patch_of_a_shape_fits_a_terminal(monkeypatch: Any) -> None:
+    """Equal layers are one row, and nothing is loaded."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    result = call("patch", "sd15")
+    lines = plain(result.stdout)
+    assert max(map(len, lines)) <= 80 and len(lines) < 45 and "…" not in result.stdout
+    assert '    pipe = elfatt_sd.load_pipeline("path/or/hub-id")' in lines
 
 
 SMALL = ("--closeness", 20, "--steps", 2, "--images", 2, "--no-presets")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -22,14 +21,11 @@ from support.commands import PROMPT, ROOT, call, draw, files
 from syrupy.assertion import SnapshotAssertion
 
 import elfatt_sd
-from elfatt_sd import config, peers, phases
+from elfatt_sd import config, loading, peers, phases
 from elfatt_sd.attention import ordering
 from elfatt_sd.benchmarking import variants as benchmarking
-from elfatt_sd.cli import names
+from elfatt_sd.cli import options
 from elfatt_sd.cli.options import check_sizes, check_steps
-from elfatt_sd.drawing import studio
-from elfatt_sd.drawing.running import check_text_to_image
-from elfatt_sd.drawing.studio import Studio
 from elfatt_sd.families import sizes
 from elfatt_sd.families.shapes import TRANSFORMERS
 from elfatt_sd.tuning import proof
@@ -190,11 +186,9 @@ def early(lines: Sequence[str], cwd: Path) -> list[list[Any]]:
 
 
 def told(line: str, said: str) -> str:
-    """A command and its one line, without what differs between machines."""
+    """A command and its one line."""
     assert said.startswith("error: ") and said.count("\n") == 1, (line, said)
-    said = re.sub(r"has [\d,.]+ GiB, of which [\d,.]+ GiB are free", "has too little", said.replace(str(ROOT), "ROOT"))
-    said = re.sub(r"(?<=is not on this machine; give auto) .*", " or another.", said)
-    return f"{line} -> {said.strip()}"
+    return f"{line} -> {said.replace(str(ROOT), 'ROOT').strip()}"
 
 
 def test_wrong_use_is_one_line(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
@@ -217,11 +211,12 @@ def test_help_version_and_wrong_options_import_nothing_heavy(tmp_path: Path) -> 
 
 
 def test_names_in_the_helps_are_those_of_the_package() -> None:
-    homes = {config: "METHODS DEFAULT", ordering: "BLOCK_ORDERS", phases: "BACKENDS", studio: "SCHEDULERS"}
+    homes = {config: "METHODS DEFAULT", ordering: "BLOCK_ORDERS", phases: "BACKENDS", loading: "SCHEDULERS"}
     homes |= {proof: "METRICS", sizes: "UNET_NAMES SHAPE_NAMES", peers: "PEERS", benchmarking: "PEER ALONE"}
     for home, listed in homes.items():
         for name in listed.split():
-            assert [*getattr(names, name)] == [*getattr(home, name)], name
+            assert [*getattr(options, name)] == [*getattr(home, name)], name
+    assert all(hasattr(diffusers, name) for name in loading.SCHEDULERS.values())
 
 
 def test_wrong_input_is_one_line_and_leaves_nothing(
@@ -248,43 +243,25 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
     assert "\n".join(said) == snapshot
 
 
-@pytest.mark.parametrize("name", ["toy", *sizes.TRANSFORMER_NAMES])
-def test_sizes_are_checked_before_a_model_is_loaded(name: str) -> None:
-    if name != "toy" and not hasattr(diffusers, TRANSFORMERS[name].kind):
-        pytest.skip("this diffusers does not have it")
-    check_sizes(name, [(256, 256)])
-    with pytest.raises(elfatt_sd.ElfattError, match="height=4 is not accepted"):
-        check_sizes(name, [(256, 256), (4, None)])
-
-
-def test_a_directory_tells_its_sizes_and_steps(tmp_path: Path) -> None:
+def test_sizes_and_steps_are_checked_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
-    config = '{"sample_size": 64, "patch_size": 2, "num_attention_heads": 16, "attention_head_dim": 72}'
-    (tmp_path / "transformer" / "config.json").write_text(config)
+    config = tmp_path / "transformer" / "config.json"
+    config.write_text('{"sample_size": 64, "patch_size": 2, "num_attention_heads": 16, "attention_head_dim": 72}')
+    known = [name for name in sizes.TRANSFORMER_NAMES if hasattr(diffusers, TRANSFORMERS[name].kind)]
+    for name in ("toy", *known):
+        check_sizes(name, [(256, 256)])
+        with pytest.raises(elfatt_sd.ElfattError, match="height=4 is not accepted"):
+            check_sizes(name, [(256, 256), (4, None)])
     with pytest.raises(elfatt_sd.ElfattError, match="height=520 is not accepted; this model needs a multiple of 16"):
         check_sizes(tmp_path, [(520, None)])
     check_steps("toy", 1000)
     with pytest.raises(elfatt_sd.ElfattError, match="steps=1001 is not accepted; give a whole number from 1 to 1000"):
         check_steps("toy", 1001)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sample_size": 64}'])
-def test_a_configuration_that_tells_nothing_is_left_to_the_loader(text: str, tmp_path: Path) -> None:
-    (tmp_path / "unet").mkdir()
-    (tmp_path / "unet" / "config.json").write_text(text)
-    check_sizes(tmp_path, [(8, 8)])
+    for text in ("", "[]", "{}", '{"sample_size": 64}'):  # left to the loader
+        config.write_text(text)
+        check_sizes(tmp_path, [(8, 8)])
     check_sizes("owner/name", [(8, 8)])
     check_steps(str(tmp_path), 10**6)
-
-
-def test_models_for_other_inputs_are_refused_before_a_run(folder: Path) -> None:
-    check_text_to_image(tiny.sd15(folder))
-    for channels in (5, 9):
-        with pytest.raises(elfatt_sd.ElfattError, match=f"the UNet takes {channels} channels, and a StableDiffusion"):
-            check_text_to_image(tiny.sd15(folder, in_channels=channels))
-    pipe = diffusers.StableDiffusionImg2ImgPipeline(**tiny.sd15_parts(folder), requires_safety_checker=False)
-    with pytest.raises(elfatt_sd.ElfattError, match="Img2ImgPipeline needs more than a prompt"):
-        check_text_to_image(pipe)
 
 
 @pytest.mark.parametrize(
@@ -312,21 +289,6 @@ def test_failures_are_told_in_plain_words(
         result = call(*words)
         assert result.exit_code == 1
         assert "Traceback" in result.stderr and "in explode" in result.stderr
-
-
-def test_interrupting_keeps_what_is_finished(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    drawn = Studio.draw
-
-    def second_is_interrupted(self: Studio, prompt: str, seed: int) -> Any:
-        if seed == 1:
-            raise KeyboardInterrupt
-        return drawn(self, prompt, seed)
-
-    monkeypatch.setattr(Studio, "draw", second_is_interrupted)
-    result = call("generate", PROMPT, "--model", model, "--steps", 1, "--out", tmp_path, "--num-images", 3)
-    assert result.exit_code == 130
-    assert result.stderr == "error: stopped; what was finished stays\n"
-    assert files(tmp_path) == ["0001-a-red-star.json", "0001-a-red-star.png"]
 
 
 def test_a_picture_that_cannot_be_written_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: Any) -> None:

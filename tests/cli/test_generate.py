@@ -16,55 +16,51 @@ from support.commands import PROMPT, break_decoder, call, draw, files, pixels
 
 import elfatt_sd
 from elfatt_sd.drawing import compare as comparing
-from elfatt_sd.drawing import studio as generation
-from elfatt_sd.drawing.studio import Request, Studio, free_name
+from elfatt_sd.drawing.studio import Request, Studio
+from elfatt_sd.loading import make_scheduler
 from elfatt_sd.runtime.autotune import Decision, Tuner
 from elfatt_sd.runtime.call import LayerCall
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
+FIRST = "0001-a-red-star"
 
 
-def metadata(path: Path) -> dict[str, Any]:
+def record_of(path: Path) -> dict[str, Any]:
+    """What is written beside an image, which has it inside as well."""
+    record: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
     with Image.open(path) as picture:
         picture.load()
-        return dict(picture.info)
+        inside = picture.info
+    assert inside["prompt"] == record["prompt"] and json.loads(inside["config"]) == record["config"]
+    assert json.loads(inside["versions"])["torch"] == torch.__version__
+    return record
 
 
-def test_generate_writes_a_picture_with_its_settings(model: Path, tmp_path: Path) -> None:
-    result = draw(model, tmp_path / "new" / "out", "--ratio", 0.3, "--method", "tome", "--seed", 7, "--guidance", 3)
-    assert files(tmp_path / "new" / "out") == ["0001-a-red-star.json", "0001-a-red-star.png"]
-    path = tmp_path / "new" / "out" / "0001-a-red-star.png"
+def test_generate_draws_what_python_draws_and_writes_its_settings(model: Path, tmp_path: Path) -> None:
+    words = ["--agents", 9, "--no-rand", "--block-order", "spread", "--patch-seed", 5, "--guidance", 3]
+    words += ["--seed", 3, "--device", "cpu", "--negative-prompt", "blue", "--scheduler", "ddim"]
+    result = draw(model, tmp_path / "new" / "out", *words)
+    assert files(tmp_path / "new" / "out") == [f"{FIRST}.json", f"{FIRST}.png"]
+    path = tmp_path / "new" / "out" / f"{FIRST}.png"
     assert str(path) in result.stdout
     assert "peak memory" in result.stdout.splitlines()[-1] and "VmHWM" not in result.stdout
-    record = json.loads(path.with_suffix(".json").read_text())
-    assert record["prompt"] == PROMPT
-    assert (record["seed"], record["steps"], record["guidance"], record["method"]) == (7, 2, 3.0, "tome")
-    assert elfatt_sd.PatchConfig.from_dict(record["config"]) == elfatt_sd.PatchConfig.preset("tome", ratio=0.3)
-    inside = metadata(path)
-    assert inside["prompt"] == PROMPT
-    assert json.loads(inside["config"]) == record["config"]
-    assert json.loads(inside["versions"])["torch"] == torch.__version__
+    record, settings = record_of(path), {"agents": 9, "use_rand": False, "block_order": "spread", "seed": 5}
+    config = elfatt_sd.PatchConfig.preset("elfatt", **settings)
+    assert elfatt_sd.PatchConfig.from_dict(record["config"]) == config
+    expected = {"prompt": PROMPT, "seed": 3, "steps": 2, "guidance": 3.0, "method": "elfatt", "negative_prompt": "blue"}
+    assert {**record, **expected, "scheduler": "DDIMScheduler"} == record
     assert record["seconds"] > 0
     assert record["peak_memory_bytes"] is None or record["peak_memory_bytes"] > 1e6
-
-
-def test_generate_draws_what_python_draws(model: Path, tmp_path: Path) -> None:
-    words = ["--agents", 9, "--no-rand", "--block-order", "spread", "--patch-seed", 5]
-    words += ["--seed", 3, "--device", "cpu", "--negative-prompt", "blue", "--scheduler", "ddim"]
-    draw(model, tmp_path, *words)
-    path = tmp_path / "0001-a-red-star.png"
-    record = json.loads(path.with_suffix(".json").read_text())
-    assert (record["negative_prompt"], record["scheduler"]) == ("blue", "DDIMScheduler")
     pipe = elfatt_sd.load_pipeline(model, device="cpu")
-    pipe.scheduler = generation.make_scheduler("ddim", pipe.scheduler)
+    pipe.scheduler = make_scheduler("ddim", pipe.scheduler)
     pipe.set_progress_bar_config(disable=True)
 
     def drawn() -> bytes:
-        given = {"num_inference_steps": 2, "generator": torch.Generator().manual_seed(3)}
+        given = {"num_inference_steps": 2, "guidance_scale": 3.0, "generator": torch.Generator().manual_seed(3)}
         picture: Image.Image = pipe(PROMPT, negative_prompt="blue", **given).images[0]
         return picture.tobytes()
 
-    elfatt_sd.apply_patch(pipe, "elfatt", agents=9, use_rand=False, block_order="spread", seed=5)
+    elfatt_sd.apply_patch(pipe, config)
     assert pixels(path) == drawn()
     elfatt_sd.remove_patch(pipe)
     assert pixels(path) != drawn()
@@ -76,30 +72,53 @@ def test_pictures_count_seeds_up_do_not_depend_on_each_other_and_replace_none(mo
     draw(model, tmp_path, "--seed", 5)
     mine, first, second, again = sorted(tmp_path.glob("*.png"))
     assert again.name == "0010-a-red-star.png" and mine.read_bytes() == b"mine"
-    assert [json.loads(path.with_suffix(".json").read_text())["seed"] for path in (first, second)] == [4, 5]
+    assert [record_of(path)["seed"] for path in (first, second)] == [4, 5]
     assert pixels(second) == pixels(again) != pixels(first)
+
+
+@pytest.mark.filterwarnings("default")
+def test_prompts_come_from_words_and_files(model: Path, tmp_path: Path) -> None:
+    """Those that are too long are told of in one line, and words without quotes are drawn where each is meant."""
+    lines = ["", "  a grüne ring ", *("abcd"[number] * 90 for number in range(4))]
+    (tmp_path / "prompts.txt").write_text("\n".join(lines), encoding="utf-8-sig")
+    words = ["a", "red", "--each", "--model", model, "--prompt-file", tmp_path / "prompts.txt", "--steps", 1]
+    result = call("generate", *words, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("cut off") == 1
+    assert "4 of 7 prompts are cut off: the text encoder takes 75 tokens, and the first of them has 90" in result.stderr
+    pictures = sorted((tmp_path / "out").glob("*.png"))
+    assert [record_of(path)["prompt"] for path in pictures] == ["a", "red", "a grüne ring", *lines[2:]]
 
 
 def test_compare_shows_both_and_says_how_they_differ(model: Path, tmp_path: Path) -> None:
     result = draw(model, tmp_path, "--compare", "--height", 64, "--width", 48)
     assert "times as fast (between two untouched runs, after a warm-up); PSNR" in result.stdout
-    path = tmp_path / "0001-a-red-star.png"
-    record = json.loads(path.with_suffix(".json").read_text())
+    path = tmp_path / f"{FIRST}.png"
+    record = record_of(path)
     assert record["speed_ratio"] == pytest.approx(record["untouched_seconds"] / record["seconds"])
     assert 5 < record["psnr_db"] < 100
+    draw(model, tmp_path / "sd", "--method", "sd", "--height", 64, "--width", 48)
     with Image.open(path) as sheet:
         assert sheet.width > 2 * 48
-        assert sheet.height > 64
-    draw(model, tmp_path / "sd", "--method", "sd", "--height", 64, "--width", 48)
-    with Image.open(path) as sheet, Image.open(tmp_path / "sd" / "0001-a-red-star.png") as untouched:
         columns = [sheet.crop((16, top, 16 + 48, top + 64)).tobytes() for top in range(sheet.height - 64)]
-        assert untouched.tobytes() in columns
+    assert pixels(tmp_path / "sd" / f"{FIRST}.png") in columns
 
 
-def test_a_method_may_be_sd_with_settings(model: Path, tmp_path: Path) -> None:
-    result = draw(model, tmp_path, "--compare", "--method", "sd", "--attention-backend", "native")
-    assert "identical: sd with settings changed nothing in this run" in result.stdout
-    assert files(tmp_path) == ["0001-a-red-star.json", "0001-a-red-star.png"]
+@pytest.mark.filterwarnings("default::UserWarning")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["sd", "--attention-backend", "native"], "sd with settings changed nothing in this run"),
+        (
+            ["elfatt-fast", "--active-fraction", 0.01],
+            "elfatt-fast changed nothing in this run, of which it approximates",
+        ),
+    ],
+)
+def test_a_comparison_of_identical_images_says_so(model: Path, tmp_path: Path, words: list[Any], says: str) -> None:
+    result = draw(model, tmp_path, "--compare", "--method", *words)
+    assert f"identical: {says}" in result.stdout and "times as fast" not in result.stdout
+    assert record_of(tmp_path / f"{FIRST}.png")["identical"] is True
 
 
 @pytest.mark.parametrize(("last", "told"), [(2.2, False), (6.0, True)])
@@ -109,12 +128,7 @@ def test_each_patched_image_stands_between_untouched_ones(
     set_clock(monkeypatch, [9, 9, 2, 1, 2, 1, last])  # two warm-ups; an untouched image is of both its neighbours
     labels: list[tuple[str, str]] = []
     side_by_side = comparing.side_by_side
-
-    def keep(pictures: Any, captions: Any, title: str) -> Any:
-        labels.extend(captions)
-        return side_by_side(pictures, captions, title)
-
-    monkeypatch.setattr(comparing, "side_by_side", keep)
+    monkeypatch.setattr(comparing, "side_by_side", lambda *given: labels.extend(given[1]) or side_by_side(*given))
     before = dict(pipe.unet.attn_processors)
     request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, num_images=2, compare=True)
     first, second = comparing.compared(Studio(pipe, request, tmp_path))
@@ -130,29 +144,8 @@ def test_each_patched_image_stands_between_untouched_ones(
     assert record["speed_ratio"] == pytest.approx(1 + last / 2)
 
 
-def test_a_terminal_shows_progress(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    shown = draw(model, tmp_path, "--num-images", 2).stderr
-    assert "image 2 of 2" in shown
-    assert "4/4 steps" in shown
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_long_list_of_prompts_is_told_of_in_a_line(model: Path, tmp_path: Path) -> None:
-    words = ["", "  a grüne ring ", *("abcdefgh"[number] * 90 for number in range(8))]
-    (tmp_path / "prompts.txt").write_text("\n".join(words), encoding="utf-8-sig")
-    shown = draw(model, tmp_path / "out", "--prompt-file", tmp_path / "prompts.txt", "--steps", 1).stderr
-    assert shown.count("cut off") == 1
-    cut = (
-        "8 of 10 prompts are cut off: the text encoder takes 75 tokens, and the first of them has 90, without 'aaaaaaa"
-    )
-    assert cut in shown
-    pictures = sorted((tmp_path / "out").glob("*.png"))
-    assert [metadata(path)["prompt"] for path in pictures] == [PROMPT, "a grüne ring", *words[2:]]
-
-
 def test_images_that_are_written_are_let_go(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """There may be more of them than memory holds."""
+    """There may be more of them than memory holds; a terminal shows how many there are."""
     alive: list[int] = []
     made: list[weakref.ref[Any]] = []
     draw_one = Studio.draw
@@ -164,8 +157,9 @@ def test_images_that_are_written_are_let_go(model: Path, tmp_path: Path, monkeyp
         return shot
 
     monkeypatch.setattr(Studio, "draw", counting)
-    draw(model, tmp_path, "--num-images", 5, "--steps", 1)
-    assert alive[-1] <= 1
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = draw(model, tmp_path, "--num-images", 5, "--steps", 1).stderr
+    assert alive[-1] <= 1 and "image 5 of 5" in shown and "5/5 steps" in shown
 
 
 def test_a_comparison_measures_the_size_that_it_draws(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -217,48 +211,17 @@ def test_the_toy_names_the_words_it_knows(pipe: Any, tmp_path: Path, monkeypatch
     result = call("generate", "a purple cat", "--steps", 1, "--out", tmp_path)
     assert result.exit_code == 0
     assert result.stderr.startswith("note: the toy does not know 'cat'; it draws one of circle, square")
-    assert "--model" in result.stderr
     assert call("generate", "a purple star", "--steps", 1, "--out", tmp_path).stderr == ""
 
 
-@pytest.mark.parametrize(("name", "expected"), [("toy", (25, 3)), ("toy-dit", (12, 1)), ("owner/another", (50, 7.5))])
-def test_steps_and_guidance_that_are_not_given(pipe: Any, tmp_path: Path, name: str, expected: Any) -> None:
-    studio = Studio(pipe, Request((PROMPT,), elfatt_sd.PatchConfig.preset("sd"), model=name), tmp_path)
-    assert (studio.steps, studio.guidance) == expected
-
-
-def test_names_are_safe_and_short(tmp_path: Path) -> None:
-    assert free_name(tmp_path, "../../etc: Ünï/\\*?").name == "0001-etc-ünï.png"
-    assert free_name(tmp_path, "???").name == "0001-picture.png"
-    assert len(free_name(tmp_path, "word " * 100).name) < 80
-
-
-@pytest.mark.filterwarnings("default::UserWarning")
-def test_a_comparison_of_identical_images_says_so(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(comparing, "psnr", lambda *_: float("inf"))
-    result = draw(model, tmp_path, "--compare", "--method", "elfatt-fast", "--active-fraction", 0.01)
-    assert "identical: elfatt-fast changed nothing in this run, of which it approximates no step" in result.stdout
-    assert "times as fast" not in result.stdout
-    assert json.loads((tmp_path / "0001-a-red-star.json").read_text())["identical"] is True
-
-
-def test_words_without_quotes_are_drawn_where_each_is_meant(model: Path, tmp_path: Path) -> None:
-    result = call("generate", "a", "red", "--model", model, "--steps", 1, "--out", tmp_path, "--each")
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert len(list(tmp_path.glob("*.png"))) == 2
-
-
 def test_what_was_seen_is_written_beside_each_image(model: Path, tmp_path: Path) -> None:
-    words = ["--method", "tome", "--num-images", 2, "--compare", "--step", 2]
-    result = draw(model, tmp_path, *words, "--explain")
-    written = [name for name in files(tmp_path) if "explained" in name]
+    words = ["--method", "tome", "--explain"]
+    result = draw(model, tmp_path / "a", *words, "--num-images", 2, "--compare", "--step", 2)
+    written = [name for name in files(tmp_path / "a") if "explained" in name]
     assert written == ["0001-a-red-star-explained-step-2.png", "0002-a-red-star-explained-step-2.png"]
-    assert all(str(tmp_path / name) in result.stdout for name in written)
-    with Image.open(tmp_path / written[0]) as image:
+    assert all(str(tmp_path / "a" / name) in result.stdout for name in written)
+    with Image.open(tmp_path / "a" / written[0]) as image:
         assert image.width > 1000
-
-
-def test_several_layers_have_files_of_their_own(model: Path, tmp_path: Path) -> None:
-    draw(model, tmp_path, "--method", "tome", "--explain", "--layer", "up_blocks.*", "--step", 1, "--at", "0.1,0.9")
-    written = [name for name in files(tmp_path) if "explained" in name]
+    draw(model, tmp_path / "b", *words, "--layer", "up_blocks.*", "--step", 1, "--at", "0.1,0.9")
+    written = [name for name in files(tmp_path / "b") if "explained" in name]
     assert written[0] == "0001-a-red-star-explained-layer-1-step-1.png" and len(written) > 1

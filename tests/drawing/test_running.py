@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from support import tiny_pipelines, tiny_transformers
 from support.checks import like
 
 from elfatt_sd import ElfattError, PatchConfig
-from elfatt_sd.drawing.compare import try_methods
+from elfatt_sd.drawing import running
 from elfatt_sd.drawing.running import (
     check_text_to_image,
     dimensions_of,
@@ -23,9 +25,14 @@ from elfatt_sd.drawing.running import (
     rows_of,
     taken,
     tell_cut_prompts,
+    warn_if_too_large,
     watched,
 )
-from elfatt_sd.drawing.studio import Request, Studio
+from elfatt_sd.drawing.studio import Request, Result, Studio, free_name
+
+GIB = 2**30
+PLAIN, FAST = PatchConfig.preset("sd"), PatchConfig.preset("elfatt-fast", active_fraction=1)
+Needs = Callable[..., float]
 
 
 @pytest.fixture(scope="module")
@@ -33,58 +40,64 @@ def pixart(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tiny_transformers.pixart(tmp_path_factory.mktemp("pixart"))
 
 
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tiny_transformers.flux(tmp_path_factory.mktemp("flux"), vae=tiny_transformers.vae())
+
+
+def record(result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(result.path.with_suffix(".json").read_text())
+    return found
+
+
 def test_pixart_is_drawn_and_tells_its_steps(pixart: Any, tmp_path: Path, library_chatter: None) -> None:
     """It has no `callback_on_step_end`."""
     seen: list[tuple[int, int]] = []
-    config = PatchConfig.preset("elfatt-fast", active_fraction=1)
-    request = Request(("a b",), config, steps=3, height=48, width=64)
+    request = Request(("a b",), FAST, steps=3, height=48, width=64)
     (result,) = Studio(pixart, request, tmp_path, lambda *step: seen.append(step)).results()
-    assert result.picture.size == (64, 48)
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-    assert json.loads(result.path.with_suffix(".json").read_text())["height"] == 48
+    assert (record(result)["height"], record(result)["width"], seen) == (48, 64, [(1, 3), (2, 3), (3, 3)])
+    dimensions = dimensions_of(pixart)
+    assert (dimensions.own, dimensions.factor, dimensions.multiple) == ((64, 64), 2, 4)
+    with pytest.raises(ElfattError, match="height=66 is not accepted; this model needs a multiple of 4"):
+        dimensions.check(66, 64)
 
 
 @pytest.mark.parametrize("kind", ["FluxPipeline", "FluxKontextPipeline"])
-def test_flux_is_drawn_at_the_size_that_is_asked_for(tmp_path: Path, kind: str) -> None:
+def test_flux_is_drawn_at_the_size_that_is_asked_for(tmp_path: Path, flux: Any, kind: str) -> None:
     """Kontext would draw its own number of pixels, and takes an image that it can do without."""
     if not hasattr(diffusers, kind):
         pytest.skip("this diffusers does not have it")
-    pipe = tiny_transformers.flux(tmp_path, getattr(diffusers, kind), vae=tiny_transformers.vae())
-    config = PatchConfig.preset("elfatt-fast", active_fraction=1)
+    pipe = flux
+    if kind != "FluxPipeline":
+        pipe = tiny_transformers.flux(tmp_path, getattr(diffusers, kind), vae=tiny_transformers.vae())
     negative = "b" if "negative_prompt" in taken(pipe) else None  # not in diffusers 0.32
-    request = Request(("a b",), config, steps=2, height=128, width=160, negative_prompt=negative)
+    request = Request(("a b",), FAST, steps=2, height=128, width=160, negative_prompt=negative)
     (result,) = Studio(pipe, request, tmp_path).results()
-    assert result.picture.size == (160, 128)
-    assert dimensions_of(pipe).multiple == 4
+    assert (record(result)["height"], record(result)["width"]) == (128, 160) and dimensions_of(pipe).multiple == 4
     with pytest.raises(ElfattError, match=r"scheduler='euler' does not fit .*FlowMatchEuler.*; leave it out"):
         Studio(pipe, dataclasses.replace(request, scheduler="euler"), tmp_path)
-    with pytest.raises(ElfattError, match=r"Img2ImgPipeline needs more than a prompt \(image\)"):
-        check_text_to_image(like(diffusers.FluxImg2ImgPipeline, pipe))
 
 
 @pytest.mark.parametrize("side", ["height", "width"])
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "pixart", "flux"])
-def test_one_side_alone_is_kept_to(tmp_path: Path, name: str, side: str, library_chatter: None) -> None:
+def test_one_side_alone_is_kept_to(
+    tmp_path: Path, name: str, side: str, request: pytest.FixtureRequest, library_chatter: None
+) -> None:
     """Stable Diffusion's pipeline draws its own size where it is given one side."""
-    makers = {"sd15": tiny_pipelines.sd15, "sdxl": tiny_pipelines.sdxl, "pixart": tiny_transformers.pixart}
-    pipe = makers[name](tmp_path) if name in makers else tiny_transformers.flux(tmp_path, vae=tiny_transformers.vae())
+    known = {"sd15": "pipe", "pixart": "pixart", "flux": "flux"}
+    pipe = request.getfixturevalue(known[name]) if name in known else tiny_pipelines.sdxl(tmp_path)
     own = dimensions_of(pipe).own
-    other = dataclasses.replace(Request(("a b",), PatchConfig.preset("sd"), steps=2), **{side: 2 * own[0]})
-    (result,) = Studio(pipe, other, tmp_path / "out").results()
-    assert result.picture.size == ((own[1], 2 * own[0]) if side == "height" else (2 * own[0], own[0]))
-
-
-def test_every_method_is_tried_on_pixart(pixart: Any, library_chatter: None) -> None:
-    trial = try_methods(pixart, "a b", methods=("elfatt",), rounds=1, steps=2)
-    assert [row.label for row in trial.rows] == ["untouched", "elfatt"]
-    assert trial.rows[0].picture.size == (64, 64)
+    asked = dataclasses.replace(Request(("a b",), PLAIN, steps=1), **{side: own[0] + 8})
+    (result,) = Studio(pipe, asked, tmp_path / "out").results()
+    expected = (own[0] + 8, own[1]) if side == "height" else (own[0], own[0] + 8)
+    assert (record(result)["height"], record(result)["width"]) == expected
 
 
 @pytest.mark.parametrize("name", ["pndm", "heun", "dpm2", "euler", "ddim"])
 def test_steps_are_counted_as_they_were_asked_for(pipe: Any, tmp_path: Path, name: str) -> None:
     """Some schedulers call the denoiser twice in a step, or once more than they are asked for."""
     seen: list[int] = []
-    request = Request(("a",), PatchConfig.preset("sd"), steps=5, scheduler=name)
+    request = Request(("a",), PLAIN, steps=5, scheduler=name)
     list(Studio(pipe, request, tmp_path, lambda step, steps: seen.append(step)).results())
     assert seen == sorted(seen) and set(seen) <= {0, 1, 2, 3, 4, 5} and seen[-1] == 5
     assert "step" not in vars(pipe.scheduler)
@@ -97,33 +110,27 @@ def test_a_failing_run_leaves_the_scheduler_as_it_was(pipe: Any) -> None:
     assert pipe.scheduler.step is own
 
 
-def test_sides_that_the_patches_cannot_tile_are_refused(pixart: Any, tmp_path: Path) -> None:
-    request = Request(("a b",), PatchConfig.preset("sd"), height=64, width=64)
-    Studio(pixart, request, tmp_path)
-    dimensions = dimensions_of(pixart)
-    assert (dimensions.own, dimensions.factor, dimensions.multiple) == ((64, 64), 2, 4)
-    with pytest.raises(ElfattError, match="height=66 is not accepted; this model needs a multiple of 4"):
-        dimensions.check(66, 64)
+class Video(SimpleNamespace):
+    def __call__(self, prompt: Any = None, height: Any = None, width: Any = None, num_frames: int = 16) -> None: ...
 
 
-def test_what_needs_more_than_a_prompt_says_what(pipe: Any, pixart: Any) -> None:
-    check_text_to_image(pipe)
-    check_text_to_image(pixart)
-    with pytest.raises(ElfattError, match=r"AttendAndExcitePipeline needs more than a prompt \(token_indices\); give"):
-        check_text_to_image(like(diffusers.StableDiffusionAttendAndExcitePipeline, pipe))
-    with pytest.raises(ElfattError, match=r"Img2ImgPipeline needs more than a prompt \(image\)"):
-        check_text_to_image(like(diffusers.StableDiffusionImg2ImgPipeline, pipe))
+def test_what_needs_more_than_a_prompt_says_what(pipe: Any, pixart: Any, flux: Any) -> None:
+    for fine in (pipe, pixart, flux):
+        check_text_to_image(fine)
+    for other, says in (
+        (
+            like(diffusers.StableDiffusionAttendAndExcitePipeline, pipe),
+            r"Pipeline needs more .*\(token_indices\); give",
+        ),
+        (like(diffusers.StableDiffusionImg2ImgPipeline, pipe), r"Img2ImgPipeline needs more than a prompt \(image\)"),
+        (like(diffusers.FluxImg2ImgPipeline, flux), r"Img2ImgPipeline needs more than a prompt \(image\)"),
+        (Video(unet=pipe.unet), "Video makes videos; give a text-to-image model, or patch it in Python"),
+    ):
+        with pytest.raises(ElfattError, match=says):
+            check_text_to_image(other)
 
 
-def test_videos_are_named_as_such(pipe: Any) -> None:
-    class Video(SimpleNamespace):
-        def __call__(self, prompt: Any = None, height: Any = None, width: Any = None, num_frames: int = 16) -> None: ...
-
-    with pytest.raises(ElfattError, match="Video makes videos; give a text-to-image model, or patch it in Python"):
-        check_text_to_image(Video(unet=pipe.unet))
-
-
-def test_guidance_by_the_name_that_a_pipeline_has() -> None:
+def test_guidance_by_the_name_that_a_pipeline_has(flux: Any, pipe: Any, tmp_path: Path) -> None:
     class Flux:
         def __call__(self, guidance_scale: Any, true_cfg_scale: Any, negative_prompt: Any) -> None: ...
 
@@ -133,10 +140,15 @@ def test_guidance_by_the_name_that_a_pipeline_has() -> None:
     assert guidance_options(Flux(), 3.5, None) == {"guidance_scale": 3.5}
     assert guidance_options(Flux(), 3.5, "b") == {"guidance_scale": 3.5, "true_cfg_scale": 3.5, "negative_prompt": "b"}
     assert guidance_options(Alone(), 3.5, "b") == {}
-
-
-def test_rows_of_a_call(pipe: Any, pixart: Any) -> None:
-    assert [rows_of(pipe, scale) for scale in (1, 7.5)] == [rows_of(pixart, scale) for scale in (1, 7.5)] == [1, 2]
+    assert [rows_of(pipe, scale) for scale in (1, 7.5)] == [1, 2]
+    for name, expected in {"toy": (25, 3), "toy-dit": (12, 1), "owner/another": (50, 7.5)}.items():
+        studio = Studio(pipe, Request(("a b",), PLAIN, model=name), tmp_path)
+        assert (studio.steps, studio.guidance) == expected
+    if "true_cfg_scale" in taken(flux):  # diffusers 0.32 gives every Flux its scale
+        request = Request(("a b",), PLAIN, guidance=9.0, steps=2, height=128, width=160)
+        with pytest.warns(UserWarning, match="guidance=9 has no effect on this model without a negative_prompt"):
+            Studio(flux, request, tmp_path)
+        Studio(flux, dataclasses.replace(request, negative_prompt="b"), tmp_path)
 
 
 def test_the_longest_text_encoder_counts(pipe: Any) -> None:
@@ -154,11 +166,48 @@ def test_the_longest_text_encoder_counts(pipe: Any) -> None:
     tell_cut_prompts(Two(tokenizer=pipe.tokenizer, tokenizer_2=roomy), ["a " * 80])
 
 
-def test_guidance_that_a_model_does_not_take_is_told(tmp_path: Path) -> None:
-    pipe = tiny_transformers.flux(tmp_path, vae=tiny_transformers.vae())
-    if "true_cfg_scale" not in taken(pipe):
-        pytest.skip("this diffusers gives every Flux its scale")
-    request = Request(("a b",), PatchConfig.preset("sd"), guidance=9.0, steps=2, height=128, width=160)
-    with pytest.warns(UserWarning, match="guidance=9 has no effect on this model without a negative_prompt"):
-        Studio(pipe, request, tmp_path)
-    Studio(pipe, dataclasses.replace(request, negative_prompt="b"), tmp_path)
+def test_names_are_safe_and_short(tmp_path: Path) -> None:
+    assert free_name(tmp_path, "../../etc: Ünï/\\*?").name == "0001-etc-ünï.png"
+    assert free_name(tmp_path, "???").name == "0001-picture.png"
+    assert len(free_name(tmp_path, "word " * 100).name) < 80
+
+
+@pytest.fixture
+def needs(monkeypatch: pytest.MonkeyPatch) -> Needs:
+    """What is told that images need, in GiB, where nothing is free."""
+
+    def need(pipe: Any, *size: int | None, **options: Any) -> float:
+        monkeypatch.setattr(running, "memory_of", lambda device: (1e9 * GIB, -1.0))
+        with pytest.warns(UserWarning, match=r"needs about ([\d.,]+) GiB") as told:
+            warn_if_too_large(pipe, *size, rows=2, **options)
+        return float(str(told[0].message).split("about ")[1].split()[0].replace(",", ""))
+
+    return need
+
+
+def test_what_cannot_fit_is_warned_of(pipe: Any, monkeypatch: pytest.MonkeyPatch, needs: Needs) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_too_large(pipe, None, None, rows=2)
+    small, large, many = needs(pipe, 8192, 8192), needs(pipe, 16384, 16384), needs(pipe, 8192, 8192, batch=4)
+    assert large == pytest.approx(4 * small, rel=0.01) and many == pytest.approx(4 * small, rel=0.01)
+    monkeypatch.setattr(running, "memory_of", lambda device: (2 * GIB, 1 * GIB))
+    with pytest.warns(UserWarning, match=r"a batch of 500 at 1024x1024 .* 1\.0 are free on cpu: it may fail"):
+        warn_if_too_large(pipe, 1024, 1024, rows=2, batch=500)
+
+
+@pytest.mark.parametrize("kind", ["WanPipeline", "AnimateDiffPipeline"])
+def test_clips_are_estimated_by_their_frames(pipe: Any, needs: Needs, kind: str) -> None:
+    if not hasattr(diffusers, kind):
+        pytest.skip("this diffusers does not have it")
+    if kind == "WanPipeline":
+        clips, _ = tiny_transformers.wan()
+        clips.vae = None
+        assert needs(clips, 9600, 6400, frames=81) == needs(clips, 9600, 6400), "81 are the pipeline's own"
+        counts = (41, 81)
+    else:
+        kept = {name: getattr(pipe, name) for name in ("unet", "vae", "text_encoder", "tokenizer", "scheduler")}
+        clips = diffusers.AnimateDiffPipeline(**kept, motion_adapter=tiny_pipelines.motion_adapter())
+        counts = (8, 16)
+    short, long = (needs(clips, 6400, 6400, frames=frames) for frames in counts)
+    assert long == pytest.approx(2 * short, rel=0.1)

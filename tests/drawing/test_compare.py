@@ -1,0 +1,194 @@
+"""Untouched compared with other methods: rows, recommendation, strip and sheet, and the pictures that they are of."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from support import tiny_pipelines as tiny
+from support.checks import set_clock
+
+from elfatt_sd.config import METHODS, PatchConfig
+from elfatt_sd.drawing import compare
+from elfatt_sd.drawing.compare import Row, Sheet, Trial, caption, chosen, try_methods
+from elfatt_sd.drawing.pictures import PAPER, fault_of, psnr, side_by_side
+from elfatt_sd.drawing.studio import Request, Studio
+from elfatt_sd.errors import ElfattError
+
+PROMPT = "a red star"
+IMAGE = Image.new("RGB", (8, 8))
+UNTOUCHED = Row("sd", IMAGE, (2.0,), (1.0,), math.inf)
+CLOSE = Row("elfatt", IMAGE, (1.5,), (1.3,), 35.0)
+FAST = Row("elfatt-fast", IMAGE, (1.0,), (2.0,), 25.0)
+SLOW = Row("tome", IMAGE, (2.5,), (0.8, 1.2), 40.0)
+SLOWEST = Row("agent", IMAGE, (4.0,), (0.5,), 60.0)
+OTHER = Row("agent", IMAGE, (0.5,), (4.0,), 12.0)  # another image
+SAME = replace(CLOSE, unchanged="identical")
+BROKEN = replace(FAST, fault="is black")
+
+
+def trial_of(pipe: Any, *given: Any, steps: int = 2, **settings: Any) -> Trial:
+    return Trial(Studio(pipe, Request((PROMPT,), PatchConfig.preset("sd"), steps=steps), Path()), *given, **settings)
+
+
+def test_all_methods_are_drawn_interleaved_and_written(pipe: Any, tmp_path: Path) -> None:
+    before = dict(pipe.unet.attn_processors)
+    trial, seen = trial_of(pipe, steps=6, rounds=2), list[str]()
+    trial.run(lambda said, fault: seen.append(said.partition(":")[0]))
+    assert len(seen) == trial.images == 2 * len(METHODS)
+    assert seen[:2] == ["untouched, round 1 of 2", "tome, round 1 of 2"]
+    assert seen[len(METHODS)] == "tome, round 2 of 2"  # another method begins
+    assert pipe.unet.attn_processors == before
+    first, *others = trial.rows
+    assert first.ratios == (1.0, 1.0) and first.psnr_db == math.inf
+    assert all(row.psnr_db > 5 for row in others) and others[0].psnr_db < 100
+    assert others[0].ratios == tuple(a / b for a, b in zip(first.times, others[0].times, strict=True))
+    path = trial.write(tmp_path)
+    record = json.loads(path.with_suffix(".json").read_text())
+    assert [row["method"] for row in record["methods"]] == list(METHODS)
+    assert record["recommendation"] == trial.recommendation()
+    with Image.open(path) as strip:
+        assert strip.width == 3 * 32 + 4 * 16
+
+
+def test_a_single_round_can_have_ratios_to_untouched_before_and_after(pipe: Any, monkeypatch: Any) -> None:
+    set_clock(monkeypatch, [2, 1, 3, 4])
+    trial, seen = trial_of(pipe, ("tome", "agent"), rounds=1, again=True), list[str]()
+    trial.run(lambda said, fault: seen.append(said), warm_up=False)
+    assert len(seen) == trial.images and seen[-1] == "untouched, again: 4.00 s"
+    assert [row.ratios for row in trial.rows] == [(1, 1), pytest.approx((2, 4)), pytest.approx((2 / 3, 4 / 3))]
+
+
+@pytest.mark.filterwarnings("ignore:elfatt-sd. elfatt-fast approximates no step")
+def test_from_python_a_method_that_changed_nothing_says_so(pipe: Any) -> None:
+    pipe.scheduler = tiny.ddim()
+    trial = try_methods(pipe, PROMPT, methods=("elfatt-fast",), rounds=1, steps=1)
+    untouched, row = trial.rows
+    assert (untouched.label, row.label) == ("untouched", "elfatt-fast") and "identical" in row.caption()[1]
+    assert row.unchanged.endswith("changed nothing in this run, of which it approximates no step; give more steps")
+    assert trial.recommendation().startswith("No method changed the image")
+    with pytest.raises(ElfattError, match="method='faster'"):
+        try_methods(pipe, PROMPT, methods=("faster",), steps=2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ((CLOSE, FAST, SLOW), "Use elfatt (1.30 times as fast, PSNR 35.0 dB): the closest to untouched of"),
+        ((FAST,), "those that were faster in every round, and the fastest."),
+        ((SLOW,), "Leave the pipeline untouched at this size"),
+        ((replace(SLOW, ratios=(0.8, 1.4)),), "No recommendation: no method was faster in every"),
+        ((SAME,), "No method changed the image in this run"),
+        ((BROKEN, CLOSE), "Use elfatt (1.30 times as fast"),
+        ((replace(CLOSE, times=(19.0, 11.0)), FAST), "No recommendation: the machine was busy: equal runs took 11.00"),
+    ],
+)
+def test_recommendations(monkeypatch: pytest.MonkeyPatch, pipe: Any, rows: tuple[Row, ...], says: str) -> None:
+    monkeypatch.setattr(Trial, "rows", [UNTOUCHED, *rows])
+    trial = trial_of(pipe)
+    trial.times.update({row.method: list(row.times) for row in rows})
+    assert says in trial.recommendation()
+
+
+def test_captions_give_ratios_and_what_is_wrong() -> None:
+    assert UNTOUCHED.caption() == ("untouched, 2.00 s", "")
+    assert SLOW.caption() == ("tome, 2.50 s", "1.00 (0.80 to 1.20) times as fast, PSNR 40.0 dB")
+    assert BROKEN.caption()[1] == "2.00 times as fast, no image"
+    assert caption(FAST, False) == ("elfatt-fast, 1.00 s", "2.00 times as fast, PSNR 25.0 dB")
+    assert caption(FAST, True) == ("elfatt-fast, 1.00 s", "machine busy, speed unknown, PSNR 25.0 dB")
+    assert caption(SLOWEST, False) == ("agent, 4.00 s", "not faster: 0.50 times as fast, PSNR 60.0 dB")
+
+
+@pytest.mark.parametrize(
+    ("tried", "shown"),
+    [
+        ((SLOWEST, CLOSE, FAST), [FAST, CLOSE]),
+        ((FAST,), [FAST]),
+        ((SLOWEST,), [SLOWEST]),  # the fastest that there is, even if it is not faster
+        ((OTHER, CLOSE), [CLOSE]),
+        ((SAME,), []),
+    ],
+)
+def test_fastest_and_closest_of_the_faster_ones_are_on_a_sheet(tried: tuple[Row, ...], shown: list[Row]) -> None:
+    assert chosen([UNTOUCHED, *tried]) == [UNTOUCHED, *shown]
+
+
+@pytest.mark.parametrize(("last", "told"), [(2.2, False), (6.0, True)])
+def test_a_sheet_tells_of_a_busy_machine(
+    pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float, told: bool
+) -> None:
+    """The last untouched image of the second prompt takes longer than its equals."""
+    monkeypatch.setattr(compare, "LEAST", 0.0)
+    first, second = [9, 9, 2, 1, 2], [2, 1, last]  # the first prompt warms each method up
+    set_clock(monkeypatch, [*first, *second])
+    drawn: list[Any] = []
+    monkeypatch.setattr(compare, "side_by_side", lambda *given: drawn.append(given) or side_by_side(*given))
+    sheet, seen = Sheet(lambda request: pipe, ["toy"], ["a cat", "a dog"], ["sd", "tome"], steps=2), list[str]()
+    sheet.run(lambda step, steps: None, lambda said, fault: seen.append(said))
+    assert len(seen) == sheet.images and seen[3].startswith("toy, a dog: untouched, round 1 of 1: 2.00 s")
+    assert [row.ratios for row in sheet.lines[1].rows[1:]] == [pytest.approx((2.0, last))]
+    summary, *busy = sheet.summary()
+    assert summary.startswith(f"toy, tome: 2.00 (2.00 to {last:.2f}) times as fast, PSNR ")
+    assert [line.partition(". ")[0] for line in busy] == [
+        "toy: the machine was busy: equal runs took 2.00 to 6.00 s"
+    ] * told
+    path = sheet.write(tmp_path)
+    assert [each["prompt"] for each in json.loads(path.with_suffix(".json").read_text())["trials"]] == [
+        "a cat",
+        "a dog",
+    ]
+    [(_, captions, title, columns)] = drawn
+    assert ["busy" in details for _, details in captions] == [False, told, False, told]
+    assert ("busy" in title, columns) == (told, 2)
+
+
+def noise(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (48, 64, 3), dtype=np.uint8))
+
+
+def test_pictures_stand_in_rows_unchanged_with_their_texts_inside_their_column() -> None:
+    pictures = [noise(seed) for seed in range(3)]
+    sheet = side_by_side(pictures, [("a", "b"), ("w" * 200, "i" * 500), ("", "")], columns=2)
+    size = (sheet.height - 16) // 2
+    for number, picture in enumerate(pictures):
+        left, top = 16 + number % 2 * 80, 16 + number // 2 * size
+        assert np.array_equal(sheet.crop((left, top, left + 64, top + 48)), picture)
+    ink = np.asarray(sheet).min(axis=2) < 200
+    below = ink[64 : 16 + size]
+    assert below[:, :80].any() and below[:, 96:160].any() and not ink[:, 160:].any()
+    assert not ink[64 + size :].any(), "the third has no caption"
+    blank = [Image.new("RGB", (120, 60), PAPER)] * 2
+    none, two, many = (side_by_side(blank, [("", "")] * 2, title="word " * words) for words in (0, 9, 60))
+    assert none.height < two.height == many.height and (np.asarray(many)[:, -10:] == 255).all()
+    assert fault_of(np.asarray(none, dtype=float)).startswith("is of one colour")
+
+
+def test_psnr_of_a_known_error() -> None:
+    grey, lighter = Image.new("RGB", (8, 8), (100, 100, 100)), Image.new("RGB", (8, 8), (110, 110, 110))
+    assert psnr(grey, lighter) == pytest.approx(20 * math.log10(255 / 10))
+    assert psnr(grey, grey) == math.inf
+    with pytest.raises(ValueError, match="equal sizes"):
+        psnr(grey, Image.new("RGB", (8, 9)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda pixels: pixels * 0, "is black: an overflow"),
+        (lambda pixels: pixels * 0 + 0.4, "is black"),
+        (lambda pixels: pixels * 0 + [7, 8, 9], "is of one colour"),
+        (lambda pixels: np.where(pixels == pixels.max(), math.nan, pixels), "is not finite"),
+        (lambda pixels: np.where(pixels == pixels.max(), math.inf, pixels), "is not finite"),
+        (lambda pixels: pixels, ""),
+    ],
+)
+def test_what_is_no_image_is_said(change: Any, says: str) -> None:
+    found = fault_of(change(np.random.default_rng(0).uniform(0, 255, (2, 4, 4, 3))))
+    assert found.startswith(says) and bool(found) == bool(says)
+    assert fault_of(np.zeros((1, 4, 4, 3)), flagged=True) == "is black: the safety checker"
