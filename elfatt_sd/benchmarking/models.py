@@ -14,9 +14,8 @@ from elfatt_sd.devices import standard_normal
 from elfatt_sd.drawing.running import dimensions_of
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, find_layers, main_denoiser, unwrap
-from elfatt_sd.families.shapes import TRANSFORMERS, call_arguments, empty_transformer, empty_unet
-from elfatt_sd.families.sizes import SHAPE_VAE
-from elfatt_sd.families.sizes import SHAPES as SHAPES
+from elfatt_sd.families.shapes import SHAPE_VAE, TRANSFORMERS, call_arguments, empty_transformer, empty_unet
+from elfatt_sd.families.shapes import SHAPES as SHAPES
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.loading import load_pipeline
 from elfatt_sd.methods import Grid

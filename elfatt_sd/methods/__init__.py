@@ -109,7 +109,16 @@ def check_declaration(kind: type[Attention]) -> None:
     where = f"{kind.__module__}:{kind.__qualname__} cannot be registered"
     if not isinstance(kind.__dict__.get("name"), str) or not kind.name.replace("-", "_").isidentifier():
         raise ElfattError(f"{where}: its name is {kind.name!r}; give a `name` of letters, digits and underscores.")
-    _check_name_is_free(where, kind)
+
+    def plain(name: str) -> str:  # names that differ in case or dashes alone would share files of a run
+        return name.casefold().replace("-", "_")
+
+    taken = {} if is_own(kind) else {plain(name): f"the method {name!r}" for name in sorted(_TAKEN)}
+    others = [(other.name, (other.__module__, other.__qualname__)) for other in _known.values()]
+    own = kind.__module__, kind.__qualname__  # a class may be declared again, as in a notebook
+    taken |= {plain(name): ":".join(place) for name, place in others if place != own}
+    if plain(kind.name) in taken:
+        raise ElfattError(f"{where}: the name {kind.name!r} is taken by {taken[plain(kind.name)]}; give another one.")
     if "__dataclass_params__" not in kind.__dict__ or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ElfattError(f"{where}: it is not a frozen dataclass; put @dataclass(frozen=True) above it.")
     for missing in ("attend", "cost"):
@@ -135,17 +144,3 @@ def reserve(methods: Iterable[str], fields: Iterable[str]) -> None:
     for kind in _known.values():
         if not is_own(kind):
             check_declaration(kind)
-
-
-def _check_name_is_free(where: str, kind: type[Attention]) -> None:
-    """Check that nothing else has the name; names that differ in case or dashes alone would share files of a run."""
-
-    def plain(name: str) -> str:
-        return name.casefold().replace("-", "_")
-
-    taken = {} if is_own(kind) else {plain(name): f"the method {name!r}" for name in sorted(_TAKEN)}
-    others = [(other.name, (other.__module__, other.__qualname__)) for other in _known.values()]
-    own = kind.__module__, kind.__qualname__  # a class may be declared again, as in a notebook
-    taken |= {plain(name): ":".join(place) for name, place in others if place != own}
-    if plain(kind.name) in taken:
-        raise ElfattError(f"{where}: the name {kind.name!r} is taken by {taken[plain(kind.name)]}; give another one.")

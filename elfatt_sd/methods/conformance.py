@@ -87,7 +87,14 @@ def _check(attention: Attention) -> None:
             cost = attention.fit(grid, Merge()).cost(Size(grid, grid.tokens, _HEADS * _HEAD_DIM))
         if not isinstance(cost, int | float) or not (0 < cost < math.inf or (attention.empty and cost == 0)):
             raise broken(attention, f"has cost {cost!r}; return a number of multiply-adds")
-        _check_without_values(attention, grid)
+        prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("meta")))
+        empty = torch.empty(tokens.shape, dtype=torch.float32, device="meta")
+        try:  # what reads a value waits for the device
+            attention.attend(TrialLayer(empty, "meta"), empty, prepared)
+        except Exception as error:
+            if "meta" in str(error) or "item" in str(error):
+                raise broken(attention, "reads values of tensors on the host, which waits for the device") from error
+            raise broken(attention, f"raises without values ({type(error).__name__})") from error
 
 
 def check_result(attention: Attention, result: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -125,15 +132,3 @@ def _attend(attention: Attention, grid: Grid, tokens: Tensor) -> Tensor:
     ordered = tokens if prepared is None or prepared.order is None else tokens.index_select(1, prepared.order)
     with raises_in_one_line(attention, "attend"), torch.no_grad():
         return attention.attend(TrialLayer(tokens), ordered, prepared)
-
-
-def _check_without_values(attention: Attention, grid: Grid) -> None:
-    """Run it on tensors without values: what reads one waits for the device."""
-    prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("meta")))
-    tokens = torch.empty(_BATCH, grid.tokens, _HEADS * _HEAD_DIM, dtype=torch.float32, device="meta")
-    try:
-        attention.attend(TrialLayer(tokens, "meta"), tokens, prepared)
-    except Exception as error:
-        if "meta" in str(error) or "item" in str(error):
-            raise broken(attention, "reads values of tensors on the host, which waits for the device") from error
-        raise broken(attention, f"raises without values ({type(error).__name__})") from error

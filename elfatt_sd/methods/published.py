@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -31,13 +32,31 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size
 
 AgentSource = Literal["pooled", "merged"]
-AGENT_SOURCES: tuple[AgentSource, ...] = get_args(AgentSource)
 Split = Literal["auto", "heads", "channels"]
-SPLITS: tuple[Split, ...] = get_args(Split)
+_RULES: dict[str, Callable[[str, Any], None]] = {  # of the settings of the package's attentions
+    **dict.fromkeys(("agents", "block_size", "cell", "groups", "keys"), functools.partial(errors.whole, low=1)),
+    **dict.fromkeys(("lattice", "redraw", "weighted"), errors.flag),
+    **dict.fromkeys(("agent_share", "value_shortcut"), functools.partial(errors.real, low=0.0, high=1.0)),
+    **dict.fromkeys(("block_order", "second_order"), functools.partial(errors.choice, accepted=BLOCK_ORDERS)),
+    "agent_ratio": functools.partial(errors.real, low=0.0, high=1.0, open_high=True),
+    "agent_scale": functools.partial(errors.real, low=0.0, high=2.0),
+    "agent_source": functools.partial(errors.choice, accepted=get_args(AgentSource)),
+    "split": functools.partial(errors.choice, accepted=get_args(Split)),
+}
+
+
+class Own(Attention):
+    """One of the package's, whose settings are checked; None is fine where it is the default."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.default is not None:
+                _RULES[field.name](field.name, value)
 
 
 @dataclass(frozen=True)
-class Softmax(Attention):
+class Softmax(Own):
     """Exact attention among the tokens that merging leaves, `softmax(s Q K^T) V`: ToMe (arXiv:2303.17604)."""
 
     name: ClassVar[str] = "softmax"
@@ -53,15 +72,14 @@ class Softmax(Attention):
         return exact_attention(q, [Keys(k, v), layer.context])
 
     def cost(self, size: Size) -> float:
-        pairs = size.tokens * (size.tokens + size.context)
-        return size.projections(size.tokens, size.tokens) + 2 * pairs * size.channels
+        return size.projections(size.tokens, size.tokens) + size.attention(size.tokens)
 
     def words(self, fitted: Sequence[Self]) -> str:
         return "softmax attention"
 
 
 @dataclass(frozen=True)
-class Agents(Attention):
+class Agents(Own):
     """Every query attends to agents, which attend to all keys (agent attention, arXiv:2312.08874).
 
     `softmax(s2 Q A^T) softmax(s A K^T) V + value_shortcut V` with agents A and `s = head_dim ** -0.5`.
@@ -86,14 +104,6 @@ class Agents(Attention):
     value_shortcut: float = 0.0
     block_order: BlockOrder = "sequence"
 
-    def __post_init__(self) -> None:
-        errors.whole("agents", self.agents, 1)
-        errors.choice("agent_source", self.agent_source, AGENT_SOURCES)
-        errors.real("agent_ratio", self.agent_ratio, 0.0, 1.0, open_high=True)
-        errors.real("agent_scale", self.agent_scale, 0.0, 2.0)
-        errors.real("value_shortcut", self.value_shortcut, 0.0, 1.0)
-        errors.choice("block_order", self.block_order, BLOCK_ORDERS)
-
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Order the tokens so that those of one pool lie together."""
         size = max(1, grid.tokens // self.agents)
@@ -109,8 +119,7 @@ class Agents(Attention):
 
     def cost(self, size: Size) -> float:
         """Every agent meets every token twice: as a query, and as a key; every token meets the context."""
-        pairs = 2.0 * self.count(size.grid) + size.context
-        return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
+        return self.projections(size) + size.attention(2.0 * self.count(size.grid))
 
     @classmethod
     def choices(cls, tokens: int) -> list[Self]:
@@ -188,7 +197,7 @@ class _Halves(Prepared):
 
 
 @dataclass(frozen=True)
-class Blocks(Attention):
+class Blocks(Own):
     """Every token attends to the tokens of its block: `softmax(s Q_b K_b^T) V_b` for block b, `s = head_dim ** -0.5`.
 
     Attributes:
@@ -207,13 +216,6 @@ class Blocks(Attention):
     block_order: BlockOrder = "sequence"
     second_order: BlockOrder | None = None
     redraw: bool = True
-
-    def __post_init__(self) -> None:
-        errors.whole("block_size", self.block_size, 1)
-        errors.choice("block_order", self.block_order, BLOCK_ORDERS)
-        errors.flag("redraw", self.redraw)
-        if self.second_order is not None:
-            errors.choice("second_order", self.second_order, BLOCK_ORDERS)
 
     def accepts(self, merge: Merge) -> None:
         if self.second_order is not None and merge.ratio > 0:
@@ -250,8 +252,7 @@ class Blocks(Attention):
         return elfatt_joint_attention(q, k, v, agents=1, block_size=self.block_size, agent_heads=0, context=own)
 
     def cost(self, size: Size) -> float:
-        attention = round(2 * size.tokens * float(self.block_size + size.context) * size.channels)
-        return size.projections(size.tokens, size.tokens) + attention
+        return size.projections(size.tokens, size.tokens) + size.attention(self.block_size)
 
     @classmethod
     def choices(cls, tokens: int) -> list[Self]:
@@ -315,13 +316,6 @@ class Elfatt(Agents):
     agent_share: float = 0.5
     split: Split = "auto"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        errors.whole("block_size", self.block_size, 1)
-        errors.flag("redraw", self.redraw)
-        errors.real("agent_share", self.agent_share, 0.0, 1.0)
-        errors.choice("split", self.split, SPLITS)
-
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Order the tokens block by block; without blocks, pool by pool."""
         draws = draws if self.redraw else draws.once
@@ -349,8 +343,8 @@ class Elfatt(Agents):
 
     def cost(self, size: Size) -> float:
         share = self.agent_share
-        pairs = share * 2 * self.count(size.grid) + (1 - share) * self.block_size + size.context
-        return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
+        pairs = share * 2 * self.count(size.grid) + (1 - share) * self.block_size
+        return self.projections(size) + size.attention(pairs)
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
         size = fitted_block_size(self.block_size, merge.kept(grid)) if self._blocks else self.block_size

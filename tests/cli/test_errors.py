@@ -30,7 +30,7 @@ from elfatt_sd.cli.options import check_sizes, check_steps
 from elfatt_sd.drawing import studio
 from elfatt_sd.drawing.running import check_text_to_image
 from elfatt_sd.drawing.studio import Studio
-from elfatt_sd.families import sizes
+from elfatt_sd.families import shapes
 from elfatt_sd.families.shapes import TRANSFORMERS
 from elfatt_sd.tuning import budget
 
@@ -218,7 +218,7 @@ def test_help_version_and_wrong_options_import_nothing_heavy(tmp_path: Path) -> 
 
 def test_names_in_the_helps_are_those_of_the_package() -> None:
     homes = {config: "METHODS DEFAULT", ordering: "BLOCK_ORDERS", phases: "BACKENDS", studio: "SCHEDULERS"}
-    homes |= {budget: "METRICS", sizes: "UNET_NAMES SHAPE_NAMES", peers: "PEERS", benchmarking: "PEER ALONE"}
+    homes |= {budget: "METRICS", shapes: "UNET_NAMES SHAPE_NAMES", peers: "PEERS", benchmarking: "PEER ALONE"}
     for home, listed in homes.items():
         for name in listed.split():
             assert [*getattr(names, name)] == [*getattr(home, name)], name
@@ -248,7 +248,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
     assert "\n".join(said) == snapshot
 
 
-@pytest.mark.parametrize("name", ["toy", *sizes.TRANSFORMER_NAMES])
+@pytest.mark.parametrize("name", ["toy", *TRANSFORMERS])
 def test_sizes_are_checked_before_a_model_is_loaded(name: str) -> None:
     if name != "toy" and not hasattr(diffusers, TRANSFORMERS[name].kind):
         pytest.skip("this diffusers does not have it")

@@ -30,8 +30,7 @@ from support.checks import (
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families.shapes import empty_unet
-from elfatt_sd.families.sizes import SHAPES
+from elfatt_sd.families.shapes import SHAPES, empty_unet
 
 
 @pytest.fixture(scope="module")
