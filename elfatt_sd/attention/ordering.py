@@ -15,8 +15,6 @@ from typing import Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from elfatt_sd.errors import ElfattError
-
 BlockOrder = Literal["sequence", "raster", "windows", "curve", "strided", "spread"]
 BLOCK_ORDERS: tuple[BlockOrder, ...] = get_args(BlockOrder)
 MOST_FRAMES = 4  # in a cell: a latent frame is four frames of the video already, and things move
@@ -94,8 +92,6 @@ def block_permutation(
     `spread` (a stratified random sample: each compact cell of that many tokens gives one to every block, by `noise`,
     uniform random numbers `[tokens]` on the device).
     """
-    if order not in BLOCK_ORDERS:
-        raise ElfattError(f"block_order={order!r} is not known; accepted: {', '.join(BLOCK_ORDERS)}.")
     if order in ("sequence", "raster"):
         return None
     device = torch.device(device)

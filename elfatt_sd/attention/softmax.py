@@ -261,10 +261,13 @@ def make_ready(backend: str) -> None:
     if backend in ("auto", "native"):
         return
     if backend == TRITON:
+        missing = ""
         if importlib.util.find_spec("triton") is None:
-            raise ElfattError("attention_backend='triton' needs triton, which is not installed: pip install triton.")
-        if not (interprets_triton() or "cuda" in accelerators()):
-            raise ElfattError("attention_backend='triton' needs a GPU with CUDA; leave it out, or give 'native'.")
+            missing = "triton, which is not installed: pip install triton"
+        elif not (interprets_triton() or "cuda" in accelerators()):
+            missing = "a GPU with CUDA; leave it out, or give 'native'"
+        if missing:
+            raise ElfattError(f"attention_backend='triton' needs {missing}.")
         return
     name = _backend_named(backend)
     from diffusers.models import attention_dispatch

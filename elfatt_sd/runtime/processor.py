@@ -18,7 +18,7 @@ from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 
 from elfatt_sd.attention.ordering import order_merged
-from elfatt_sd.families.base import Projections
+from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.phases import DENSE, Phase
 from elfatt_sd.runtime.call import Call, LayerCall, attend, rounded
 from elfatt_sd.runtime.layer import STATE, PatchedLayer, Processor, skipped_like, stand_in
@@ -100,7 +100,7 @@ def _rebuilt(accepted: frozenset[str]) -> ElfattProcessor:
 class LayerInCall:
     """A layer in one call, as an attention sees it; see `methods.Layer`."""
 
-    def __init__(self, given: Projections, state: LayerCall, tokens: Tensor, phase: Phase) -> None:
+    def __init__(self, given: PlainProjections, state: LayerCall, tokens: Tensor, phase: Phase) -> None:
         config = state.call.config
         self.kernel: dict[str, Any] = {"fp32_logits": config.fp32_logits, "backend": config.attention_backend}
         self.context = None
@@ -126,7 +126,7 @@ class LayerInCall:
         return self._tokens if matching is None else matching.merge(self._tokens)
 
 
-def approximate(given: Projections, state: LayerCall, phase: Phase, tokens: Tensor) -> Tensor:
+def approximate(given: PlainProjections, state: LayerCall, phase: Phase, tokens: Tensor) -> Tensor:
     """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
     prepared = None if phase.dense else state.prepared
     order = None if prepared is None else prepared.order_for(state.call.config.attention_backend)

@@ -12,7 +12,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import generator, recorded
+from support.checks import FEW_KEYS, generator, recorded
 from support.kernels import GPU, OTHER, STEPS, Machine, fake_machine
 from torch.nn import functional
 
@@ -59,23 +59,8 @@ COMPILED = {
     "merged": PHASES["elfatt, channels"],
     "shared difference": Phase(1.0, "sampled", keys=16, residual_steps=2),
 }
-JOINT = {
-    "sampled": Phase(1.0, "sampled", keys=8),
-    "cell_spread": Phase(1.0, "cell_spread", block_size=8),
-    "cell_spread, cells": Phase(1.0, "cell_spread", block_size=16, cell=8, residual_steps=2),
-    "elfatt": Phase(1.0, "elfatt", block_size=8, agents=4, block_order="curve"),
-}
-FAMILIES = {
-    "Stable Diffusion 3": tiny_transformers.sd3,
-    "Qwen-Image": tiny_transformers.qwen_image,
-    "Z-Image": tiny_transformers.z_image,
-    "Wan": tiny_transformers.wan,
-    "LTX-Video": tiny_transformers.ltx_video,
-    "HunyuanVideo": tiny_transformers.hunyuan_video,
-    "CogVideoX": tiny_transformers.cogvideox,
-    "PixArt": lambda: (tiny_transformers.pixart_transformer(), None),
-    "Flux": lambda: (tiny_transformers.flux_transformer(), None),
-}
+JOINT = [*FEW_KEYS.values(), Phase(1.0, "cell_spread", block_size=16, cell=8, residual_steps=2)]
+FAMILIES = ("Stable Diffusion 3", "Qwen-Image", "Z-Image", "Wan", "LTX-Video", "HunyuanVideo", "CogVideoX")
 RUN_SETTINGS: list[dict[str, Any]] = [
     {"use_rand": False},
     {"reuse_steps": 2},
@@ -162,17 +147,16 @@ def test_compiled_without_a_break(machine: Machine, name: str, order: str) -> No
 
 
 @needs_cuda
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "PixArt", "Flux.1"])
 def test_transformers(machine: Machine, family: str) -> None:
-    pipe, _ = FAMILIES[family]()
     dtype = HALF[len(family) % 2]
-    model = machine.move(main_denoiser(pipe), dtype)
-    for name, phase in JOINT.items():
+    model = machine.move(main_denoiser(tiny_transformers.made(family)[0]), dtype)
+    for phase in JOINT:
         elfatt_sd.apply_patch(model, PatchConfig("own", (phase,)))
         with recorded() as calls:
             made = machine.call(model, dtype, rows=1)
-        assert calls, name
-        assert (made.device, made.dtype) == (GPU, dtype), name
+        assert calls, phase
+        assert (made.device, made.dtype) == (GPU, dtype), phase
 
 
 def test_logits_of_cuda_kernels_are_float32_already(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

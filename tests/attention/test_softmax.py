@@ -24,7 +24,7 @@ from elfatt_sd.attention.joint import (
     run_agents,
     sampled_joint_attention,
 )
-from elfatt_sd.attention.ordering import Grid, cell_order, inverse_permutation, partition, stratified_samples
+from elfatt_sd.attention.ordering import Grid, partition
 from elfatt_sd.attention.softmax import (
     agent_attention,
     attend,
@@ -222,17 +222,6 @@ def test_segments_are_seen_as_one_sequence(masked: bool) -> None:
     close(out, dense(q[:, :5], *(torch.cat(x, 1) for x in ((k, reference.k), (v, reference.v))), context=words))
     twice = Keys(torch.cat([k, k], 1), torch.cat([v, v], 1))
     close(exact_attention(q, [Keys(k, v, stands_for=2.0), words]), exact_attention(q, [twice, words]).double())
-
-
-@pytest.mark.parametrize("grid", [Grid(1, 8, 8), Grid(3, 5, 7), Grid(2, 6, 6)])
-def test_all_keys_are_dense_attention(grid: Grid) -> None:
-    (q, k, v), words = qkv(grid.tokens, size=40), text(40)
-    wanted = dense(q, k, v, context=words)
-    chosen = stratified_samples(grid, grid.tokens, 1, torch.rand(grid.tokens))
-    close(sampled_joint_attention(q, k[:, chosen], v[:, chosen], 1, context=words), wanted)
-    ordered = cell_order(grid, 8, 1, torch.rand(8))
-    celled = cell_joint_attention(*(x[:, ordered] for x in (q, k, v)), 8, 1, context=words)
-    close(celled[:, inverse_permutation(ordered)], wanted)
 
 
 @pytest.mark.parametrize("size", [40, 160])
