@@ -43,18 +43,16 @@ _RULES: dict[str, Callable[[str, Any], None]] = {  # of the settings of the pack
 }
 
 
-class Own(Attention):
-    """One of the package's, whose settings are checked; None is fine where it is the default."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is not None or field.default is not None:
-                _RULES[field.name](field.name, value)
+def check_settings(attention: Attention) -> None:
+    """Check the settings of one of the package's attentions; None is fine where it is the default."""
+    for field in dataclasses.fields(attention):
+        value = getattr(attention, field.name)
+        if value is not None or field.default is not None:
+            _RULES[field.name](field.name, value)
 
 
 @dataclass(frozen=True)
-class Softmax(Own):
+class Softmax(Attention):
     """Exact attention among the tokens that merging leaves, `softmax(s Q K^T) V`: ToMe (arXiv:2303.17604)."""
 
     name: ClassVar[str] = "softmax"
@@ -77,7 +75,7 @@ class Softmax(Own):
 
 
 @dataclass(frozen=True)
-class Agents(Own):
+class Agents(Attention):
     """Every query attends to agents, which attend to all keys (agent attention, arXiv:2312.08874).
 
     `softmax(s2 Q A^T) softmax(s A K^T) V + value_shortcut V` with agents A and `s = head_dim ** -0.5`.
@@ -104,6 +102,9 @@ class Agents(Own):
 
     # settings of `Elfatt` alone: here, all heads attend through agents
     agent_share, block_size, redraw, split = 1.0, 1, True, "auto"
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Order the tokens block by block; without blocks, so that those of one pool lie together."""
@@ -199,7 +200,7 @@ class _Halves(Prepared):
 
 
 @dataclass(frozen=True)
-class Blocks(Own):
+class Blocks(Attention):
     """Every token attends to the tokens of its block: `softmax(s Q_b K_b^T) V_b` for block b, `s = head_dim ** -0.5`.
 
     Attributes:
@@ -218,6 +219,9 @@ class Blocks(Own):
     block_order: BlockOrder = "sequence"
     second_order: BlockOrder | None = None
     redraw: bool = True
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def accepts(self, merge: Merge) -> None:
         if self.second_order is not None and merge.ratio > 0:

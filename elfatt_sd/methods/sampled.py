@@ -23,8 +23,8 @@ from elfatt_sd.attention.ordering import (
     stratified_samples,
 )
 from elfatt_sd.attention.softmax import TRITON, sampled_attention, triton_takes
-from elfatt_sd.methods.base import LEAST_KEYS, Draws, Layer, Merge, Prepared, Size, span
-from elfatt_sd.methods.published import Own, order_tokens
+from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size, span
+from elfatt_sd.methods.published import check_settings, order_tokens
 
 
 @dataclass
@@ -40,7 +40,7 @@ class _Sample(Prepared):
 
 
 @dataclass(frozen=True)
-class Sampled(Own):
+class Sampled(Attention):
     """Every query sees the same number of keys, one of every compact cell of the image; it does not merge.
 
     `softmax(s Q_g K_g^T) V_g` for group g of queries, where `K_g`, `V_g` are of the sampled tokens and
@@ -66,6 +66,9 @@ class Sampled(Own):
     lattice: bool = True
     redraw: bool = True
     weighted: bool = True
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Draw the keys of every group, and put the queries in the order of their groups."""
@@ -134,7 +137,7 @@ class _Cells(Prepared):
 
 
 @dataclass(frozen=True)
-class CellSpread(Own):
+class CellSpread(Attention):
     """Every query sees its own compact cell, and a sample of all other cells that its group of queries shares.
 
     `softmax(s Q [K_c; K_g]^T + b) [V_c; V_g]` for cell c and group g of the query, with `s = head_dim ** -0.5`. Where
@@ -158,6 +161,9 @@ class CellSpread(Own):
     cell: int | None = None
     weighted: bool = True
     redraw: bool = True
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         draws = draws if self.redraw else draws.once
@@ -212,7 +218,7 @@ class CellSpread(Own):
 
 
 @dataclass(frozen=True)
-class Reuse(Own):
+class Reuse(Attention):
     """The layer's output in the first of the steps of `residual_steps`, which is exact, serves the others as well.
 
     It approximates by nothing: what the steps share is the whole output (pyramid attention broadcast, arXiv:2408.12588,
