@@ -34,8 +34,7 @@ from elfatt_sd.benchmarking.variants import (
 )
 from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
-from elfatt_sd.families.shapes import call_arguments, empty_unet
-from elfatt_sd.families.sizes import UNET_NAMES
+from elfatt_sd.families.shapes import UNET_NAMES, call_arguments, empty_unet
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.phases import EXACT, Phase

@@ -22,8 +22,7 @@ from triton.compiler.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from elfatt_sd.attention.triton import matching, sampled
-from elfatt_sd.attention.triton.sampled import sizes
+from elfatt_sd.attention import triton as kernels
 
 CARDS = (80, 89, 90, 120)
 HEADS = (40, 64, 80, 128, 160)
@@ -37,13 +36,13 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[
     kinds = {"sampled": {}, "sampled with text": {"TEXT": True, "BIAS": True}}
     kinds["cells with text"] = {"ORDERED": False, "SEEN": True, "TEXT": True, "BIAS": False, "CELLS": True}
     for size in HEADS:
-        blocks, options = sizes(size)
+        blocks, options = kernels.sizes(size)
         for name, own in kinds.items():
             types = sampled_types()
-            yield f"{name}, head size {size}", sampled.kernel, types, {**flags, **own, **blocks}, options
+            yield f"{name}, head size {size}", kernels.attend_kernel, types, {**flags, **own, **blocks}, options
     halves = dict.fromkeys(("metric", "similarity"), "*fp16") | dict.fromkeys(("sources", "destinations"), "*i64")
     types = halves | {"nearest": "*i64", "tiny": "fp32"}
-    yield "matching", matching.kernel, types, dict(matching.SIZES), matching.OPTIONS
+    yield "matching", kernels.matching_kernel, types, dict(kernels.MATCHING_SIZES), kernels.MATCHING_OPTIONS
 
 
 def sampled_types() -> dict[str, str]:

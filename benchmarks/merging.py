@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import common
-from elfatt_sd.attention.merging import match_tokens, rows_at_once
+from elfatt_sd.attention.merging import Split, find_candidates, match_candidates, rows_at_once, split_grid
 from elfatt_sd.benchmarking import CHANNELS, channels_first, tomesd_matching, without_gradients
 from elfatt_sd.benchmarking.record import Record, Results, Session
 from elfatt_sd.benchmarking.variants import grid_side
@@ -73,7 +73,8 @@ def _peer(x: Tensor, metric: Tensor, side: int, ratio: float, stride: int) -> No
 
 
 def _ours(x: Tensor, metric: Tensor, side: int, ratio: float, stride: int) -> None:
-    matching = match_tokens(metric, side, side, ratio, stride)
+    split = Split.of(split_grid(side, side, stride, device=metric.device), (side // stride) ** 2)
+    matching = match_candidates(find_candidates(metric, split), ratio)
     if matching is not None:
         matching.unmerge(matching.merge(x))
 

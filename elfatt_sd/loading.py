@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from elfatt_sd.devices import accelerators, device_name
 from elfatt_sd.errors import ElfattError, ElfattFailure
-from elfatt_sd.families.sizes import SHAPE_NAMES
+from elfatt_sd.families.shapes import SHAPE_NAMES
 from elfatt_sd.files import visible
 from elfatt_sd.toy import EMBEDDED
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elfatt_sd.attention import triton as kernels
 from elfatt_sd.attention.ordering import inverse_permutation
+from elfatt_sd.attention.softmax import triton_takes
 from elfatt_sd.devices import memory_of
 
 # The similarity matrix is made in chunks, which stay in cache on a CPU and are small on a GPU: the fewest elements of
@@ -110,38 +110,26 @@ class Matching:
         return Matching(groups + _rows_like(permutation)[:, :1], self.positions.gather(1, permutation))
 
 
-def match_tokens(
-    metric: Tensor, height: int, width: int, ratio: float, stride: int, choice: Tensor | None = None
-) -> Matching | None:
-    """Match the most similar tokens, as ToMe for Stable Diffusion (Bolya and Hoffman, 2023) does.
-
-    One token of every `stride x stride` cell is a destination, all others are sources, those right of and below the
-    last whole cell too. The `int(ratio * N)` sources that are most similar (cosine) to a destination are merged into
-    it. The merged sequence is `[sources that stay, by falling similarity, destinations]`. None where nothing is to be
-    merged, or the grid has no whole cell, or nothing but destinations.
-    """
-    cells = (height // stride) * (width // stride)
-    if int(height * width * ratio) == 0 or cells in (0, height * width):
-        return None
-    places = split_grid(height, width, stride, None if choice is None else choice.to(metric.device), metric.device)
-    return match_candidates(find_candidates(metric, Split.of(places, cells)), ratio)
-
-
 @torch.no_grad()
 def find_candidates(metric: Tensor, split: Split, backend: str = "native") -> Candidates:
-    """Find the destination that each source is most similar to in `[B, N, C]`: the part of ToMe that costs."""
+    """Find the destination that each source is most similar to (cosine) in `[B, N, C]`: the part of ToMe that costs."""
     places = split.places.long()
     sources, destinations = places[: split.sources], places[split.sources :]
-    if kernels.take(backend, metric):
-        from elfatt_sd.attention.triton import matching
+    find = most_similar
+    if triton_takes(backend, metric):
+        from elfatt_sd.attention import triton
 
-        return Candidates(*matching.most_similar(metric, sources, destinations), split)
-    return Candidates(*most_similar(metric, sources, destinations), split)
+        find = triton.most_similar
+    return Candidates(*find(metric, sources, destinations), split)
 
 
 @torch.no_grad()
 def match_candidates(candidates: Candidates, ratio: float) -> Matching | None:
-    """Merge the most similar of the sources: this fraction of the tokens in [0, 1), at most all; None for none."""
+    """Merge the most similar of the sources: this fraction of the tokens in [0, 1), at most all; None for none.
+
+    The merged sequence is `[sources that stay, by falling similarity, destinations]`, as in ToMe for Stable Diffusion
+    (Bolya and Hoffman, 2023).
+    """
     similarity, nearest, (places, slot, sources) = candidates
     merged_away = min(sources, int(len(slot) * ratio))
     if merged_away == 0:
@@ -160,6 +148,7 @@ def split_grid(
 ) -> Tensor:
     """Split a grid in sources and destinations, both in raster order; see `Split.of`.
 
+    One token of every `stride x stride` cell is a destination; tokens beyond the last whole cell are sources.
     `choice` `[..., cells]` in `[0, stride ** 2)` tells which token of each cell is its destination, for the whole
     batch; None takes the first. The result is int32 `[..., 2 N]`: the positions of the sources, those of the
     destinations, and the place of each token among these.

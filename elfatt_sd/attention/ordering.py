@@ -9,13 +9,11 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, Self, get_args
 
 import torch
 from torch import Tensor
-
-from elfatt_sd.errors import ElfattError
 
 BlockOrder = Literal["sequence", "raster", "windows", "curve", "strided", "spread"]
 BLOCK_ORDERS: tuple[BlockOrder, ...] = get_args(BlockOrder)
@@ -94,8 +92,6 @@ def block_permutation(
     `spread` (a stratified random sample: each compact cell of that many tokens gives one to every block, by `noise`,
     uniform random numbers `[tokens]` on the device).
     """
-    if order not in BLOCK_ORDERS:
-        raise ElfattError(f"block_order={order!r} is not known; accepted: {', '.join(BLOCK_ORDERS)}.")
     if order in ("sequence", "raster"):
         return None
     device = torch.device(device)
@@ -217,7 +213,12 @@ def _bands(grid: Grid, cell: int) -> Iterator[Tensor]:
     path. Where the numbers divide, its runs are equal boxes. A band is `[columns, its rows, frames of the slab]`.
     """
     slabs = _slab_count(grid.frames, cell)
-    bands = _band_count(grid.rows, grid.columns, cell * slabs / grid.frames)
+    flat = cell * slabs / grid.frames
+    bands = _best_cut(
+        grid.rows,
+        lambda rows: abs(math.log(rows * rows / flat)),
+        lambda rows: flat % rows == 0 and grid.columns % (flat // rows) == 0,
+    )
     tokens = torch.arange(grid.tokens, device="cpu").view(grid).permute(2, 1, 0)
     for index, slab in enumerate(_cut(grid.frames, slabs)):
         rows = _cut(grid.rows, bands)
@@ -244,25 +245,17 @@ def _rolled(band: Tensor, cell: int) -> Tensor:
 def _slab_count(frames: int, cell: int) -> int:
     """Choose the number of slabs: of the depth of a cube, but at most `MOST_FRAMES`."""
     depth = min(cell ** (1 / 3), MOST_FRAMES)
-
-    def badness(slabs: int) -> tuple[bool, float]:
-        elongation = abs(math.log(frames / slabs / depth))
-        tiles = frames % slabs == 0 and cell % (frames // slabs) == 0
-        return not (tiles and elongation <= math.log(2) + 1e-9), elongation
-
-    return min(range(1, frames + 1), key=badness)
+    return _best_cut(frames, lambda slab: abs(math.log(slab / depth)), lambda slab: cell % slab == 0)
 
 
-def _band_count(height: int, width: int, cell: float) -> int:
-    """Choose the number of bands: cells that tile a frame if they are at most twice as long as wide, else squares."""
+def _best_cut(length: int, elongation: Callable[[float], float], tiles: Callable[[int], bool]) -> int:
+    """Choose the number of parts: so that cells tile if they are at most twice as long as wide, else compact ones."""
 
-    def badness(bands: int) -> tuple[bool, float]:
-        rows = height / bands
-        elongation = abs(math.log(rows * rows / cell))
-        tiles = height % bands == 0 and cell % (height // bands) == 0 and width % (cell * bands // height) == 0
-        return not (tiles and elongation <= math.log(2) + 1e-9), elongation
+    def badness(parts: int) -> tuple[bool, float]:
+        long = elongation(length / parts)
+        return not (length % parts == 0 and tiles(length // parts) and long <= math.log(2) + 1e-9), long
 
-    return min(range(1, height + 1), key=badness)
+    return min(range(1, length + 1), key=badness)
 
 
 @functools.lru_cache

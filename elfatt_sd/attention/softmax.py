@@ -17,6 +17,7 @@ from elfatt_sd.attention.ordering import partition
 from elfatt_sd.devices import accelerators, interprets_triton, is_device_error
 from elfatt_sd.errors import ElfattError, is_out_of_memory
 
+TRITON = "triton"  # the backend of the kernels in `attention.triton`
 _ALWAYS = "'native' needs no package, 'auto' takes what there is."
 GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
 GRID_FREE = ("cpu",)  # devices without such a limit
@@ -75,7 +76,7 @@ def softmax_attention(
             parts = _pieces(q, k, v, mask, dim)
             done = [softmax_attention(*qkv, scale=scale, mask=own, backend=backend) for *qkv, own in parts]
             return torch.cat(done, dim)
-    if backend == "triton":  # it has no exact attention
+    if backend == TRITON:  # it has no exact attention
         backend = "native"
     if backend == "auto":
         backend = "flash" if mask is None and flash_takes(q) else "native"
@@ -85,6 +86,16 @@ def softmax_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
 
 
+def triton_takes(backend: str, *tensors: Tensor) -> bool:
+    """Tell whether a backend is Triton, and takes such tensors; for others, and for gradients, PyTorch attends."""
+    return backend == TRITON and all(
+        (each.is_cuda or interprets_triton())
+        and each.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and not (torch.is_grad_enabled() and each.requires_grad)
+        for each in tensors
+    )
+
+
 def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: Any) -> Tensor:
     """Softmax attention inside each block of consecutive tokens; the blocks tile the sequence (`partition`).
 
@@ -92,8 +103,6 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: 
     """
     _refuse_mask(kernel)
     blocks, _, _ = partition(q.shape[1], block_size)
-    if blocks == 1:
-        return softmax_attention(q, k, v, **kernel)
     done = []
     for part, size in equal_parts(q.shape[1], blocks):  # blocks of one size are one call, with the blocks in the batch
         own = (x[:, part].reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
@@ -251,11 +260,14 @@ def make_ready(backend: str) -> None:
     """Check that a backend's package is there, and fetch its kernel from the Hub, once; a call of it does neither."""
     if backend in ("auto", "native"):
         return
-    if backend == "triton":
+    if backend == TRITON:
+        missing = ""
         if importlib.util.find_spec("triton") is None:
-            raise ElfattError("attention_backend='triton' needs triton, which is not installed: pip install triton.")
-        if not (interprets_triton() or "cuda" in accelerators()):
-            raise ElfattError("attention_backend='triton' needs a GPU with CUDA; leave it out, or give 'native'.")
+            missing = "triton, which is not installed: pip install triton"
+        elif not (interprets_triton() or "cuda" in accelerators()):
+            missing = "a GPU with CUDA; leave it out, or give 'native'"
+        if missing:
+            raise ElfattError(f"attention_backend='triton' needs {missing}.")
         return
     name = _backend_named(backend)
     from diffusers.models import attention_dispatch
@@ -266,10 +278,7 @@ def make_ready(backend: str) -> None:
         if fetch is not None:
             fetch(name)
     except Exception as error:  # whatever the Hub, or a package, raises
-        reason = " ".join(str(error).split())[:200]
-        raise _missing(backend) or ElfattError(
-            f"attention_backend={backend!r} cannot be used ({reason}). {_ALWAYS}"
-        ) from error
+        raise _refusal(backend, "cannot be used", error) from error
 
 
 def _backend_named(backend: str) -> Any:
@@ -293,19 +302,16 @@ def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor
     except Exception as error:
         if is_out_of_memory(error) or is_device_error(error):  # of any kernel before, which the device tells of late
             raise
-        reason = " ".join(str(error).split())[:200]
         tensors = f"{str(q.dtype).removeprefix('torch.')} tensors with head size {q.shape[-1]} on {q.device.type}"
-        raise _missing(backend) or ElfattError(
-            f"attention_backend={backend!r} does not take {tensors} ({reason}). {_ALWAYS}"
-        ) from error
+        raise _refusal(backend, f"does not take {tensors}", error) from error
 
 
-def _missing(backend: str) -> ElfattError | None:
-    """Return the error that says which package a backend lacks; None where it is installed."""
+def _refusal(backend: str, what: str, error: Exception) -> ElfattError:
     package, install = PACKAGES.get(backend, ("torch", ""))
-    if importlib.util.find_spec(package) is not None:
-        return None
-    return ElfattError(f"attention_backend={backend!r} needs {package}, which is not installed: {install}. {_ALWAYS}")
+    reason = f"{what} ({' '.join(str(error).split())[:200]})"
+    if importlib.util.find_spec(package) is None:
+        reason = f"needs {package}, which is not installed: {install}"
+    return ElfattError(f"attention_backend={backend!r} {reason}. {_ALWAYS}")
 
 
 class Part(NamedTuple):
@@ -340,11 +346,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, bias:
             return Part(*(torch.cat(parts, dim) for parts in zip(*done, strict=True)))
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # the kernels' own calls do not check it
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    fused = {"cpu": _fused_cpu, "cuda": _fused_cuda}.get(q.device.type)
-    if learning or fused is None or q.dtype == torch.float64:  # the log-sum-exp of fused kernels has no gradient
-        fused = _unfused
-    mixed, total = fused(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), bias, scale)
-    return Part(mixed.transpose(1, 2), total[:, :, : q.shape[1]].transpose(1, 2).contiguous())
+    queries, kind = q.shape[1], q.device.type
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if learning or kind not in ("cpu", "cuda") or q.dtype == torch.float64:  # fused log-sum-exps have no gradient
+        precision = torch.promote_types(q.dtype, torch.float32)
+        logits = q.to(precision) @ k.to(precision).transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
+        logits = logits if bias is None else logits + bias
+        mixed, total = logits.softmax(dim=3).to(v.dtype) @ v, logits.logsumexp(dim=3)
+    elif kind == "cpu":
+        mixed, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=bias, scale=scale
+        )
+    else:
+        mixed, total = _fused_cuda(q, k, v, bias, scale)
+    return Part(mixed.transpose(1, 2), total[:, :, :queries].transpose(1, 2).contiguous())
 
 
 def key_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -360,20 +375,6 @@ def key_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def excluded(dtype: torch.dtype) -> float:
     """Return the bias that excludes a key; finite, so that a part without any key weighs nothing and is not NaN."""
     return torch.finfo(dtype).min / 2
-
-
-def _unfused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    precision = torch.promote_types(q.dtype, torch.float32)
-    logits = q.to(precision) @ k.to(precision).transpose(2, 3) * (q.shape[3] ** -0.5 if scale is None else scale)
-    logits = logits if bias is None else logits + bias
-    return logits.softmax(dim=3).to(v.dtype) @ v, logits.logsumexp(dim=3)
-
-
-def _fused_cpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    out: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, False, attn_mask=bias, scale=scale
-    )
-    return out
 
 
 def _fused_cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:

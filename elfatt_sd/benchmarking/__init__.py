@@ -45,9 +45,8 @@ from elfatt_sd.devices import standard_normal
 from elfatt_sd.drawing.running import dimensions_of, exact_size, look_at, warn_if_too_large
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
-from elfatt_sd.families.shapes import TRANSFORMERS, call_arguments, empty_transformer, empty_unet
-from elfatt_sd.families.sizes import SHAPE_VAE
-from elfatt_sd.families.sizes import SHAPES as SHAPES
+from elfatt_sd.families.shapes import SHAPE_VAE, TRANSFORMERS, call_arguments, empty_transformer, empty_unet
+from elfatt_sd.families.shapes import SHAPES as SHAPES
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory

@@ -191,14 +191,16 @@ def check_steps(model: str, steps: int | None) -> None:
 
 def check_sizes(model: str | Path, sizes: Iterable[tuple[int | None, int | None]]) -> None:
     """Refuse sizes that a model cannot draw, as far as a directory or a shape tells them."""
-    from elfatt_sd.families.shapes import dimensions_of_transformer
-    from elfatt_sd.families.sizes import SHAPE_VAE, SHAPES, TRANSFORMER_NAMES, Dimensions, dimensions_in
+    from elfatt_sd.families import shapes
+    from elfatt_sd.families.shapes import Dimensions
 
     name = str(model)
-    if name in SHAPES:
-        known: Dimensions | None = Dimensions.of(SHAPES[name], SHAPE_VAE)
+    if name in shapes.SHAPES:
+        known: Dimensions | None = Dimensions.of(shapes.SHAPES[name], shapes.SHAPE_VAE)
+    elif name in shapes.TRANSFORMERS:
+        known = shapes.dimensions_of_transformer(name)
     else:
-        known = dimensions_of_transformer(name) if name in TRANSFORMER_NAMES else dimensions_in(_folder(name))
+        known = shapes.dimensions_in(_folder(name))
     for height, width in sizes:
         if known is not None:
             known.check(height, width)

@@ -18,7 +18,7 @@ from elfatt_sd.devices import memory_of
 from elfatt_sd.drawing.pictures import Pixels, fault_of
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import main_denoiser, unwrap
-from elfatt_sd.families.sizes import Dimensions, decoder_widths, transformer_width
+from elfatt_sd.families.shapes import Dimensions, decoder_widths, transformer_width
 from elfatt_sd.measure import PeakMeter, Stopwatch
 from elfatt_sd.plans import frames_to_one
 from elfatt_sd.toy import EMBEDDED

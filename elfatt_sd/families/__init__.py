@@ -9,6 +9,7 @@ from torch import nn
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import images, videos
 from elfatt_sd.families.base import (
     Family,
     Given,
@@ -18,21 +19,7 @@ from elfatt_sd.families.base import (
     replaceable,
     unwrap,
 )
-from elfatt_sd.families.images import (
-    Chroma,
-    Flux,
-    Flux2,
-    FluxControlNet,
-    PixArt,
-    QwenImage,
-    QwenImageControlNet,
-    SD3ControlNet,
-    StableDiffusion3,
-    ZImage,
-    ZImageControlNet,
-)
 from elfatt_sd.families.unet import UNet
-from elfatt_sd.families.videos import CogVideoX, HunyuanVideo, HunyuanVideo15, LTXVideo, Wan
 
 __all__ = [
     "FAMILIES",
@@ -54,22 +41,10 @@ __all__ = [
 SECOND = "transformer_2"  # of Wan 2.2: it goes on in the low noise, with or without a first one
 FAMILIES: tuple[Family, ...] = (
     UNet(),
-    PixArt(),
-    StableDiffusion3(),
-    SD3ControlNet(),
-    Flux(),
-    FluxControlNet(),
-    Chroma(),
-    Flux2(),
-    QwenImage(),
-    QwenImageControlNet(),
-    ZImage(),
-    ZImageControlNet(),
-    Wan(),
-    LTXVideo(),
-    HunyuanVideo(),
-    HunyuanVideo15(),
-    CogVideoX(),
+    *(images.PixArt(), images.StableDiffusion3(), images.SD3ControlNet()),
+    *(images.Flux(), images.FluxControlNet(), images.Chroma(), images.Flux2()),
+    *(images.QwenImage(), images.QwenImageControlNet(), images.ZImage(), images.ZImageControlNet()),
+    *(videos.Wan(), videos.LTXVideo(), videos.HunyuanVideo(), videos.HunyuanVideo15(), videos.CogVideoX()),
 )
 
 
@@ -80,9 +55,8 @@ def is_denoiser(module: object) -> bool:
 def family_of(module: nn.Module) -> Family:
     """Return the family of a denoiser, wrapped or not."""
     inner = unwrap(module)
-    for family in FAMILIES:
-        if family.matches(inner):
-            return family
+    if found := [family for family in FAMILIES if family.matches(inner)]:
+        return found[0]
     name, known = type(inner).__name__, ", or ".join(family.what for family in FAMILIES)
     held = [f"{part} ({type(model).__name__})" for part, model in models_within(inner) if part and is_denoiser(model)]
     if held:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from diffusers import ModelMixin
@@ -47,25 +48,11 @@ class Given:
         return len(self.sample) * self.frames
 
 
-class Projections(Protocol):
-    """What a layer does around attention, in one call: from what it is given to tokens, and back."""
-
-    tokens: Tensor  # of the image, `[batch, tokens, channels]`
-
-    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, `[batch, tokens, heads, head_dim]`; k and v of the tokens at the places `keys` alone."""
-
-    def queries(self, tokens: Tensor) -> Tensor: ...
-
-    def output(self, mixed: Tensor) -> Tensor:
-        """Project what attention returned, to `[batch, tokens, channels]`."""
-
-    def close(self, tokens: Tensor) -> Tensor:
-        """Return what the layer's processor returns."""
-
-
 class PlainProjections:
-    """What `AttnProcessor2_0` does around attention; see `Projections`."""
+    """What `AttnProcessor2_0` does around attention in one call: from what a layer is given to tokens, and back.
+
+    `tokens` are those of the image, `[batch, tokens, channels]`; q, k and v are `[batch, tokens, heads, head_dim]`.
+    """
 
     def __init__(self, attention: Any, hidden_states: Tensor, temb: Tensor | None = None, fused: bool = False) -> None:
         self._attention = attention
@@ -94,6 +81,7 @@ class PlainProjections:
         return "" if tokens == grid.tokens else f"it was given {tokens} tokens in place of {wanted}"
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v; k and v of the tokens at the places `keys` alone."""
         attention = self._attention
         if self._fused and keys is not None and type(attention.to_qkv) is nn.Linear:
             # all tokens to queries, and some of them to keys and values, by the parts of the fused weight
@@ -154,6 +142,7 @@ class SelfAttention:
 
     # whether its processor is called with another attention function; see `families.joint`
     joint: ClassVar[bool] = False
+    projections: ClassVar[type[PlainProjections]] = PlainProjections  # what it does around attention
 
     name: str  # its path in the denoiser, `down_blocks.0.attentions.0.transformer_blocks.0.attn1`
     attention: Any  # the module
@@ -164,7 +153,6 @@ class SelfAttention:
     # of each halving of the grid on the way down to it, whether odd sides are rounded up
     rounding: tuple[bool, ...] = ()
     text: int = 0  # tokens of text that it joins with those of the image, at their usual number; 0 if it does not
-    projections: type[PlainProjections] = PlainProjections  # what it does around attention
 
     def grid(self, given: Grid) -> Grid:
         frames, height, width = given
@@ -209,7 +197,7 @@ class SelfAttention:
         return "" if known else f"its processor, {self.processor_name}, is not known to be plain attention"
 
 
-class Family:
+class Family(ABC):
     """A kind of denoiser."""
 
     part = "transformer"  # where a pipeline holds it
@@ -228,17 +216,17 @@ class Family:
         """Tell whether a module, without wrappers, is of this family."""
         return type(module).__name__ in self.classes and type(module).__module__.startswith("diffusers.")
 
+    @abstractmethod
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         """Return the self-attention layers over image tokens, in the order of the modules."""
-        raise NotImplementedError
 
+    @abstractmethod
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         """Return keyword arguments that it can be called with."""
-        raise NotImplementedError
 
     def latent(self, module: nn.Module) -> Grid:
         """Return the grid of the model's own latent size."""

@@ -28,6 +28,8 @@ class Flux(JointFamily):
     )
     blocks = (("transformer_blocks", "attn", "norm1"), ("single_transformer_blocks", "attn", "norm"))
     text = 512
+    unit = FRACTION
+    takes = "tokens"
     axes: ClassVar[int] = 3  # columns of the position ids; the second counts rows, the third one columns
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -36,21 +38,11 @@ class Flux(JointFamily):
         return Given(given["hidden_states"], given["timestep"], grid, before=text, unit=FRACTION)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        config: Any = module.config
-        sample = fill(batch, grid.tokens, config.in_channels)
-        ids = torch.zeros(grid.tokens, self.axes, device=sample.device, dtype=sample.dtype)
-        place = torch.arange(grid.tokens, device=sample.device)
+        given = super().arguments(module, grid, batch, fill)
+        sample = given["hidden_states"]
+        ids, place = sample.new_zeros(grid.tokens, self.axes), torch.arange(grid.tokens, device=sample.device)
         ids[:, 1], ids[:, 2] = place // grid.columns, place % grid.columns
-        given = {
-            "hidden_states": sample,
-            "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
-            "timestep": some_timestep(sample.device, FRACTION).expand(batch),
-            "img_ids": ids,
-            "txt_ids": torch.zeros(self.text, self.axes, device=sample.device, dtype=sample.dtype),
-        }
-        if "pooled_projection_dim" in config:
-            given["pooled_projections"] = fill(batch, config.pooled_projection_dim)
-        return {**given, "guidance": fill(batch) + 3.5} if config.get("guidance_embeds") else given
+        return {**given, "img_ids": ids, "txt_ids": sample.new_zeros(self.text, self.axes)}
 
 
 class FluxControlNet(Flux):
@@ -109,6 +101,8 @@ class QwenImage(JointFamily):
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     blocks = (("transformer_blocks", "attn", "img_norm1"),)
     text = 256
+    unit = FRACTION
+    takes = "tokens"
     default = Grid.image(166, 166)
 
     def latent(self, module: nn.Module) -> Grid:
@@ -131,13 +125,7 @@ class QwenImage(JointFamily):
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
-        sample = fill(batch, grid.tokens, config.in_channels)
-        given = {
-            "hidden_states": sample,
-            "encoder_hidden_states": fill(batch, self.text, config.joint_attention_dim),
-            "timestep": some_timestep(sample.device, FRACTION).expand(batch),
-            "img_shapes": [[tuple(grid)]] * batch,
-        }
+        given = {**super().arguments(module, grid, batch, fill), "img_shapes": [[tuple(grid)]] * batch}
         if config.get("use_additional_t_cond"):
             given["additional_t_cond"] = fill(batch).long()
         if _is_layered(module):  # the image that is taken apart comes last
@@ -188,17 +176,18 @@ class ZImage(JointFamily):
         texts = zip(rows, given["cap_feats"], strict=True)
         starts = {_before(row, text, side, time) for row, text in texts} if several else {0}
         grid = grids.pop() if len(grids) == len(starts) == 1 else NO_GRID
-        return Given(_batch(images), given["t"], grid, before=starts.pop(), unit=RISING)
+        sample = images[0][None].expand(len(images), *images[0].shape)
+        if not torch.is_grad_enabled() and all(image.shape == images[0].shape for image in images):
+            sample = torch.stack(images)
+        return Given(sample, given["t"], grid, before=starts.pop(), unit=RISING)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        return self._images(grid, batch, fill, module.in_channels, module.config.cap_feat_dim)  # type: ignore[arg-type,union-attr]
-
-    def _images(self, grid: Grid, batch: int, fill: Fill, channels: int, width: int) -> dict[str, Any]:
-        sample = fill(channels, grid.frames, 2 * grid.rows, 2 * grid.columns)
+        embedder, texts = module.all_x_embedder["2-1"], module.cap_embedder  # type: ignore[index]
+        sample = fill(embedder.in_features // 4, grid.frames, 2 * grid.rows, 2 * grid.columns)  # type: ignore[union-attr]
         return {
             "x": [sample] * batch,
             "t": some_timestep(sample.device, RISING).expand(batch),
-            "cap_feats": [fill(self.text, width)] * batch,
+            "cap_feats": [fill(self.text, texts[0].weight.shape[0])] * batch,  # type: ignore[index,union-attr]
         }
 
 
@@ -209,18 +198,9 @@ class ZImageControlNet(ZImage):
     blocks = (("control_layers", "attention", "attention_norm1"),)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        shared: Any = module
-        channels, width = shared.all_x_embedder["2-1"].in_features // 4, shared.cap_embedder[0].weight.shape[0]
-        given = self._images(grid, batch, fill, channels, width)
-        control = fill(shared.config.control_in_dim, *given["x"][0].shape[1:])
+        given = super().arguments(module, grid, batch, fill)
+        control = fill(module.config.control_in_dim, *given["x"][0].shape[1:])  # type: ignore[union-attr]
         return {**given, "control_context": [control] * batch}
-
-
-def _batch(images: list[Tensor]) -> Tensor:
-    first = images[0]
-    if torch.is_grad_enabled() or any(image.shape != first.shape for image in images):
-        return first[None].expand(len(images), *first.shape)
-    return torch.stack(images)
 
 
 def _grid(image: Tensor, side: int, time: int) -> Grid:
@@ -241,6 +221,7 @@ class StableDiffusion3(JointFamily):
     text = 333
     merges = True
     default = patch = None
+    takes = "image"
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         """Return the attention of every block, and the second one where there is one."""
@@ -255,17 +236,6 @@ class StableDiffusion3(JointFamily):
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         skipped = named(module, args, kwargs).get("skip_layers")
         return replace(super().call(module, args, kwargs), partial=bool(skipped))
-
-    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        config: Any = module.config
-        sample = fill(batch, config.in_channels, *self.sizes(module, grid)[1:])
-        text = config.joint_attention_dim  # none in a ControlNet of 3.5 large
-        return {
-            "hidden_states": sample,
-            "encoder_hidden_states": None if text is None else fill(batch, self.text, text),
-            "pooled_projections": fill(batch, config.pooled_projection_dim),
-            "timestep": some_timestep(sample.device).expand(batch),
-        }
 
 
 class SD3ControlNet(StableDiffusion3):
@@ -290,9 +260,6 @@ class SD3ControlNet(StableDiffusion3):
         if module.pos_embed is None:
             given["hidden_states"] = fill(batch, grid.tokens, module.inner_dim)
         return given
-
-
-_TEXT_TOKENS = 120
 
 
 class PixArt(Family):
@@ -325,7 +292,7 @@ class PixArt(Family):
             sizes = {"resolution": fill(batch, 2), "aspect_ratio": fill(batch, 1)}
         return {
             "hidden_states": sample,
-            "encoder_hidden_states": fill(batch, _TEXT_TOKENS, config.caption_channels or config.cross_attention_dim),
+            "encoder_hidden_states": fill(batch, 120, config.caption_channels or config.cross_attention_dim),
             "timestep": some_timestep(sample.device).expand(batch),
             "added_cond_kwargs": sizes,
         }

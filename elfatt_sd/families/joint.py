@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from elfatt_sd.attention.ordering import NO_GRID
 from elfatt_sd.devices import written
-from elfatt_sd.families.base import Family, Given, SelfAttention
+from elfatt_sd.families.base import Family, Fill, Given, SelfAttention, some_timestep
 from elfatt_sd.methods import Grid
 
 Read = TypeVar("Read")
@@ -61,6 +61,12 @@ class JointFamily(Family):
     default: ClassVar[Grid | None] = Grid.image(128, 128)  # the model's usual latent; None where its config says
     # frames, rows and columns of the latent to a token; None where its config says
     patch: ClassVar[tuple[int, int, int] | None] = (1, 2, 2)
+    unit: ClassVar[int | None] = None  # of its timesteps; see `Given`
+    # what a call is usually given
+    takes = "video"  # the latent of a `video` or of an `image`, or its `tokens`
+    prompt = 0  # tokens of a text that is not joined with the image
+    width = "joint_attention_dim"  # of its config: channels of the text
+    guidance = 3.5
 
     def latent(self, module: nn.Module) -> Grid:
         return self.default or super().latent(module)
@@ -97,6 +103,20 @@ class JointFamily(Family):
         sample, timestep = given["hidden_states"], given["timestep"]
         grid = self.grid(module, Grid(*map(int, sample.shape[-3:] if sample.ndim == 5 else (1, *sample.shape[-2:]))))
         return Given(sample, timestep.amax(1) if timestep.ndim == 2 else timestep, grid)
+
+    def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
+        config: Any = module.config
+        latent = (config.in_channels, *self.sizes(module, grid)[self.takes == "image" :])
+        sample = fill(batch, *((grid.tokens, config.in_channels) if self.takes == "tokens" else latent))
+        width = config[self.width]  # none in a ControlNet of Stable Diffusion 3.5 large
+        given = {
+            "hidden_states": sample,
+            "encoder_hidden_states": None if width is None else fill(batch, self.text or self.prompt, width),
+            "timestep": some_timestep(sample.device, self.unit).expand(batch),
+        }
+        if "pooled_projection_dim" in config:
+            given["pooled_projections"] = fill(batch, config.pooled_projection_dim)
+        return {**given, "guidance": fill(batch) + self.guidance} if config.get("guidance_embeds") else given
 
 
 def named(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,15 @@
-"""Denoisers of known shapes without weights, the arguments that a denoiser's call takes, and what a call costs."""
+"""Denoisers of known shapes without weights, what a call of one takes and costs, and the sizes that it can draw."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +19,36 @@ from torch.utils.flop_counter import FlopCounterMode
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, unwrap
 from elfatt_sd.families.base import Fill
-from elfatt_sd.families.sizes import SHAPES, Dimensions
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
+
+Config = Mapping[str, Any]
+_SMALL = 0.5  # fraction of the model's own side below which images are of little use
+# UNets to time with random weights.
+SHAPES: dict[str, dict[str, Any]] = {
+    "sd15": {
+        "sample_size": 64,
+        "block_out_channels": (320, 640, 1280, 1280),
+        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+        "attention_head_dim": 8,
+        "cross_attention_dim": 768,
+    },
+    "sdxl": {
+        "sample_size": 128,
+        "block_out_channels": (320, 640, 1280),
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+        "transformer_layers_per_block": (1, 2, 10),
+        "attention_head_dim": (5, 10, 20),
+        "cross_attention_dim": 2048,
+        "addition_embed_type": "text_time",
+        "addition_time_embed_dim": 256,
+        "projection_class_embeddings_input_dim": 2816,
+        "use_linear_projection": True,
+    },
+}
+SHAPE_VAE = {"block_out_channels": (128, 256, 512, 512), "latent_channels": 4}
 
 
 @dataclass(frozen=True)
@@ -26,9 +56,9 @@ class Transformer:
     """The shape of a transformer."""
 
     kind: str  # name of its class in diffusers
-    config: Mapping[str, Any]  # what differs from that class's own
+    config: Config  # what differs from that class's own
     # the same, for a model with a few of its blocks, which can be timed where the whole one does not fit
-    few: Mapping[str, Any]
+    few: Config
     channels: int = 16  # of the latent
     scale: int = SCALE  # pixels to one of the latent, on each side
     frames: int = 4  # of a video, past the first one, to one of the latent
@@ -58,6 +88,7 @@ TRANSFORMERS: dict[str, Transformer] = {
     ),
     "cogvideox-5b": Transformer("CogVideoXTransformer3DModel", _COGVIDEOX_5B, _FEW),
 }
+UNET_NAMES, SHAPE_NAMES = tuple(SHAPES), (*SHAPES, *TRANSFORMERS)
 
 
 @dataclass(frozen=True)
@@ -93,15 +124,7 @@ def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
     return transformer
 
 
-def dimensions_of_transformer(name: str) -> Dimensions:
-    shape = TRANSFORMERS[name]
-    module: Any = empty_transformer(shape, few=True)
-    latent = family_of(module).latent(module)
-    own = latent.rows * shape.scale, latent.columns * shape.scale
-    return Dimensions.of(module.config, {"latent_channels": shape.channels}, shape.scale, own)
-
-
-def empty_unet(shape: Mapping[str, Any]) -> nn.Module:
+def empty_unet(shape: Config) -> nn.Module:
     import diffusers
 
     make: Any = diffusers.UNet2DConditionModel
@@ -143,3 +166,87 @@ class Blueprint:
         except Exception:  # of a class that takes other arguments, or reads values: whatever its authors raise
             return None
         return int(counter.get_total_flops()) // 2 or None
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """What the size of an image depends on."""
+
+    own: tuple[int, int]  # height and width that the model was trained for, in pixels
+    factor: int  # pixels to one of the latent, on each side
+    least: int  # pixels of the smallest side that the denoiser can take
+    multiple: int  # pixels that every side is a multiple of
+
+    @classmethod
+    def of(
+        cls, denoiser: Config, vae: Config | None, factor: int | None = None, own: tuple[int, int] | None = None
+    ) -> Dimensions:
+        """Read them off the configurations of a denoiser and of its decoder."""
+        widths = decoder_widths(vae or {})
+        factor = factor or (2 ** (len(widths) - 1) if widths else 8)
+        if own is None:
+            sides = "sample_height" in denoiser and (denoiser["sample_height"], denoiser["sample_width"])
+            sides = sides or denoiser["sample_size"]
+            height, width = sides if isinstance(sides, list | tuple) else (sides, sides)
+            own = height * factor, width * factor
+        if channels := denoiser.get("block_out_channels"):  # each level but the first halves the latent
+            return cls(own, factor, factor * 2 ** (len(channels) - 1), factor)
+        vae = vae or {}
+        packed = denoiser.get("in_channels", 0) / (vae.get("latent_channels") or vae.get("z_dim") or math.inf)
+        patch = denoiser.get("patch_size") or 1
+        patch = int(patch[-1] if isinstance(patch, list | tuple) else patch)
+        if packed > 1 and math.isqrt(int(packed)) ** 2 == packed:  # the pipeline cuts the patches
+            patch = math.isqrt(int(packed))
+        return cls(own, factor, factor * patch, factor * patch)
+
+    def size(self, height: int | None, width: int | None) -> tuple[int, int]:
+        return self.own[0] if height is None else height, self.own[1] if width is None else width
+
+    def check(self, height: int | None, width: int | None) -> None:
+        """Refuse a side that the denoiser cannot take: one that its levels cannot halve, or its patches cannot tile."""
+        for name, pixels in (("height", height), ("width", width)):
+            if pixels is not None and pixels < self.least:
+                raise ElfattError(
+                    f"{name}={pixels} is not accepted; this model needs at least {self.least}, and is made for "
+                    f"{self.own[0]}x{self.own[1]}."
+                )
+            if pixels is not None and pixels % self.multiple:
+                raise ElfattError(f"{name}={pixels} is not accepted; this model needs a multiple of {self.multiple}.")
+
+    def small(self, height: int | None, width: int | None) -> str:
+        size = self.size(height, width)
+        if all(side >= _SMALL * own for side, own in zip(size, self.own, strict=True)):
+            return ""
+        return f"the model is made for images of {self.own[0]}x{self.own[1]}; expect poor ones at {size[0]}x{size[1]}."
+
+
+def transformer_width(config: Config) -> int:
+    """Return the channels of a transformer's tokens."""
+    if "num_attention_heads" in config and "attention_head_dim" in config:
+        return int(config["num_attention_heads"] * config["attention_head_dim"])
+    return int(config["hidden_size"] if "hidden_size" in config else config["dim"])
+
+
+def decoder_widths(vae: Config) -> list[int]:
+    widths = vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
+    return list(widths or [vae["base_dim"] * times for times in vae.get("dim_mult") or ()])
+
+
+def dimensions_in(folder: Path) -> Dimensions | None:
+    """Read the dimensions off a pipeline directory; None where it does not tell them."""
+    configs: list[Any] = [{}] * 3
+    for number, part in enumerate(("unet", "transformer", "vae")):
+        with contextlib.suppress(OSError, ValueError):
+            configs[number] = json.loads((folder / part / "config.json").read_text(encoding="utf-8"))
+    try:
+        return Dimensions.of(configs[0] or configs[1], configs[2])
+    except (AttributeError, LookupError, TypeError, ValueError):
+        return None
+
+
+def dimensions_of_transformer(name: str) -> Dimensions:
+    shape = TRANSFORMERS[name]
+    module: Any = empty_transformer(shape, few=True)
+    latent = family_of(module).latent(module)
+    own = latent.rows * shape.scale, latent.columns * shape.scale
+    return Dimensions.of(module.config, {"latent_channels": shape.channels}, shape.scale, own)

@@ -91,14 +91,11 @@ def schedule_length(values: Sequence[float], scheduler: Any) -> int:
     for top in (whole, 1.0, largest_noise(scheduler)):
         steps = len(values) if top is whole else len(values) - list(values).count(0)
         levels, slack = list(dict.fromkeys(values[:steps])), top / TRAIN_STEPS
-        if len(levels) < 2 or not _lowest_start(len(levels)) * slack <= levels[0] <= top + slack:
+        lowest = (len(levels) - 1) * (TRAIN_STEPS // max(len(levels), 1)) - 1
+        if len(levels) < 2 or not lowest * slack <= levels[0] <= top + slack:
             continue
         falls = all(before - after > -slack for before, after in pairwise(values))  # but for rounding
         widths = [max(before - after, 0) + slack for before, after in pairwise(levels)]
         even = all(1 / _UNEVEN < one / other < _UNEVEN for one, other in pairwise(widths))
         return steps if falls and even else 0
     return 0
-
-
-def _lowest_start(steps: int) -> int:
-    return (steps - 1) * (TRAIN_STEPS // steps) - 1

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from diffusers.models.attention_processor import Attention
-from torch import Tensor, nn
+from torch import nn
 
 from elfatt_sd.families.base import Family, Fill, Given, SelfAttention, some_timestep
 from elfatt_sd.methods import Grid
@@ -86,7 +86,10 @@ class UNet(Family):
             channels = config.get("conditioning_channels", 3)
             arguments["controlnet_cond"] = fill(batch, channels, grid.rows * pixels, grid.columns * pixels)
         if getattr(module, "class_embedding", None) is not None:
-            arguments["class_labels"] = _class_labels(config, batch, fill)
+            kind = config.get("class_embed_type")
+            wide = kind in ("projection", "simple_projection")
+            width = config.projection_class_embeddings_input_dim if wide else 4 * config.block_out_channels[0]
+            arguments["class_labels"] = fill(batch, width) if wide or kind == "identity" else fill(batch).long()
         if config.get("addition_embed_type") == "text_time":
             pooled = config.projection_class_embeddings_input_dim - _TIME_IDS * config.addition_time_embed_dim
             sides = (grid.rows * SCALE, grid.columns * SCALE)
@@ -108,10 +111,3 @@ def _block_levels(denoiser: Any) -> Iterator[tuple[str, tuple[bool, ...]]]:
     yield "mid_block", rounding
     for index, rounding in enumerate(reversed(down[: len(getattr(denoiser, "up_blocks", ()))])):
         yield f"up_blocks.{index}", rounding
-
-
-def _class_labels(config: Any, batch: int, fill: Fill) -> Tensor:
-    kind = config.get("class_embed_type")
-    if kind in ("projection", "simple_projection"):
-        return fill(batch, config.projection_class_embeddings_input_dim)
-    return fill(batch, 4 * config.block_out_channels[0]) if kind == "identity" else fill(batch).long()

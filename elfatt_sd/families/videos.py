@@ -23,21 +23,12 @@ class Wan(JointFamily):
     blocks = (("blocks", "attn1", "norm1"),)
     default = Grid(21, 60, 104)
     patch = None
+    prompt, width = 512, "text_dim"
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        config: Any = module.config
-        sample = fill(batch, config.in_channels, *self.sizes(module, grid))
-        given = {
-            "hidden_states": sample,
-            "timestep": some_timestep(sample.device).expand(batch),
-            "encoder_hidden_states": fill(batch, 512, config.text_dim),
-        }
-        if config.image_dim:
-            given["encoder_hidden_states_image"] = fill(batch, 257, config.image_dim)
-        return given
-
-
-_TEXT_TOKENS = 128
+        given = super().arguments(module, grid, batch, fill)
+        width: Any = module.config.image_dim  # type: ignore[union-attr]
+        return {**given, "encoder_hidden_states_image": fill(batch, 257, width)} if width else given
 
 
 class LTXVideo(JointFamily):
@@ -48,6 +39,7 @@ class LTXVideo(JointFamily):
     blocks = (("transformer_blocks", "attn1", "norm1"),)
     default = Grid(21, 16, 22)
     patch = (1, 1, 1)
+    takes, prompt, width = "tokens", 128, "caption_channels"
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         given = named(module, args, kwargs)
@@ -60,17 +52,10 @@ class LTXVideo(JointFamily):
         return Given(given["hidden_states"], noisiest, grid, before=before)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        config: Any = module.config
-        sample = fill(batch, grid.tokens, config.in_channels)
-        return {
-            "hidden_states": sample,
-            "encoder_hidden_states": fill(batch, _TEXT_TOKENS, config.caption_channels),
-            "timestep": some_timestep(sample.device).expand(batch),
-            "encoder_attention_mask": torch.ones(batch, _TEXT_TOKENS, device=sample.device, dtype=sample.dtype),
-            "num_frames": grid.frames,
-            "height": grid.rows,
-            "width": grid.columns,
-        }
+        given = super().arguments(module, grid, batch, fill)
+        mask = given["encoder_hidden_states"].new_ones(batch, self.prompt)
+        size = dict(zip(("num_frames", "height", "width"), grid, strict=True))
+        return {**given, "encoder_attention_mask": mask, **size}
 
 
 def _read_video(coordinates: Tensor) -> tuple[int, Grid]:
@@ -96,19 +81,14 @@ class HunyuanVideo(JointFamily):
     masks_text = True
     default = Grid(33, 90, 160)
     patch = None
+    width, guidance = "text_embed_dim", 6.0
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-        config: Any = module.config
-        sample = fill(batch, config.in_channels, *self.sizes(module, grid))
-        given = {
-            "hidden_states": sample,
-            "timestep": some_timestep(sample.device, dtype=sample.dtype).expand(batch),
-            "encoder_hidden_states": fill(batch, self.text, config.text_embed_dim),
-            "encoder_attention_mask": torch.ones(batch, self.text, device=sample.device, dtype=torch.long),
-        }
-        if "pooled_projection_dim" in config:
-            given["pooled_projections"] = fill(batch, config.pooled_projection_dim)
-        return {**given, "guidance": fill(batch) + 6.0} if config.get("guidance_embeds") else given
+        given = super().arguments(module, grid, batch, fill)
+        sample = given["hidden_states"]
+        timestep = some_timestep(sample.device, dtype=sample.dtype).expand(batch)
+        mask = torch.ones(batch, self.text, device=sample.device, dtype=torch.long)
+        return {**given, "timestep": timestep, "encoder_attention_mask": mask}
 
 
 class HunyuanVideo15(HunyuanVideo):

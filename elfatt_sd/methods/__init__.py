@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal, TypeVar
 
 from elfatt_sd.attention.ordering import Grid
@@ -107,25 +107,38 @@ def check_declaration(kind: type[Attention]) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Attention)):
         raise ElfattError(f"{kind!r} cannot be registered; give a class derived from elfatt_sd.methods.Attention.")
     where = f"{kind.__module__}:{kind.__qualname__} cannot be registered"
-    if not isinstance(kind.__dict__.get("name"), str) or not kind.name.replace("-", "_").isidentifier():
-        raise ElfattError(f"{where}: its name is {kind.name!r}; give a `name` of letters, digits and underscores.")
-    _check_name_is_free(where, kind)
-    if "__dataclass_params__" not in kind.__dict__ or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        raise ElfattError(f"{where}: it is not a frozen dataclass; put @dataclass(frozen=True) above it.")
-    for missing in ("attend", "cost"):
-        if getattr(kind, missing) is getattr(Attention, missing):
-            raise ElfattError(f"{where}: it has no method {missing}; see elfatt_sd.methods.Attention.{missing}.")
-    for field in dataclasses.fields(kind):
-        if field.name in _RESERVED:
-            raise ElfattError(f"{where}: its field {field.name!r} means something else in every method; rename it.")
-        value = field.default  # a default that a factory makes would be a list or the like, which settings cannot be
-        if not (value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))):
-            raise ElfattError(
-                f"{where}: the default of its field {field.name!r} is not one that JSON can hold; give a number, a "
-                "text, True, False or None."
-            )
+    if problem := next(_problems(kind), ""):
+        raise ElfattError(f"{where}: {problem}.")
     with made_in_one_line(kind, {}):
         kind()
+
+
+def _problems(kind: type[Attention]) -> Iterator[str]:
+    def plain(name: str) -> str:  # names that differ in case or dashes alone would share files of a run
+        return name.casefold().replace("-", "_")
+
+    if not isinstance(kind.__dict__.get("name"), str) or not kind.name.replace("-", "_").isidentifier():
+        yield f"its name is {kind.name!r}; give a `name` of letters, digits and underscores"
+    taken = {} if is_own(kind) else {plain(name): f"the method {name!r}" for name in sorted(_TAKEN)}
+    others = [(other.name, (other.__module__, other.__qualname__)) for other in _known.values()]
+    own = kind.__module__, kind.__qualname__  # a class may be declared again, as in a notebook
+    taken |= {plain(name): ":".join(place) for name, place in others if place != own}
+    if plain(kind.name) in taken:
+        yield f"the name {kind.name!r} is taken by {taken[plain(kind.name)]}; give another one"
+    if "__dataclass_params__" not in kind.__dict__ or not kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        yield "it is not a frozen dataclass; put @dataclass(frozen=True) above it"
+    for missing in ("attend", "cost"):
+        if getattr(kind, missing) is getattr(Attention, missing):
+            yield f"it has no method {missing}; see elfatt_sd.methods.Attention.{missing}"
+    for field in dataclasses.fields(kind):
+        if field.name in _RESERVED:
+            yield f"its field {field.name!r} means something else in every method; rename it"
+        value = field.default  # a default that a factory makes would be a list or the like, which settings cannot be
+        if not (value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))):
+            yield (
+                f"the default of its field {field.name!r} is not one that JSON can hold; give a number, a text, True, "
+                "False or None"
+            )
 
 
 def reserve(methods: Iterable[str], fields: Iterable[str]) -> None:
@@ -135,17 +148,3 @@ def reserve(methods: Iterable[str], fields: Iterable[str]) -> None:
     for kind in _known.values():
         if not is_own(kind):
             check_declaration(kind)
-
-
-def _check_name_is_free(where: str, kind: type[Attention]) -> None:
-    """Check that nothing else has the name; names that differ in case or dashes alone would share files of a run."""
-
-    def plain(name: str) -> str:
-        return name.casefold().replace("-", "_")
-
-    taken = {} if is_own(kind) else {plain(name): f"the method {name!r}" for name in sorted(_TAKEN)}
-    others = [(other.name, (other.__module__, other.__qualname__)) for other in _known.values()]
-    own = kind.__module__, kind.__qualname__  # a class may be declared again, as in a notebook
-    taken |= {plain(name): ":".join(place) for name, place in others if place != own}
-    if plain(kind.name) in taken:
-        raise ElfattError(f"{where}: the name {kind.name!r} is taken by {taken[plain(kind.name)]}; give another one.")

@@ -72,12 +72,9 @@ class Size(NamedTuple):
         """Return the multiply-adds of four projections: of queries and outputs, of keys and values."""
         return 2 * (queries + keys) * self.channels**2
 
-
-class Ahead(Protocol):
-    """Where what is drawn for several steps is kept; see `elfatt_sd.runtime.memory`."""
-
-    def made(self, draws: Draws, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what `Draws.made` does, in a buffer that has the numbers of whichever step is going on."""
+    def attention(self, keys: float) -> int:
+        """Return those of attention itself, where every token sees so many keys, and the context."""
+        return round(2 * self.tokens * (keys + self.context) * self.channels)
 
 
 class Draws:
@@ -90,7 +87,7 @@ class Draws:
         layer: int,
         device: torch.device,
         shared: int = 1,  # number of steps that draw the same; 0 is all of them
-        ahead: Ahead | None = None,  # where what is drawn for later steps too is kept; None draws for this step alone
+        ahead: Any = None,  # `runtime.memory.RunDraws`, with what is drawn for later steps too; None is this step alone
     ) -> None:
         self.seed = seed
         self.step = step // shared * shared if shared else 0
@@ -128,9 +125,10 @@ class Draws:
         Where a run's draws are made ahead, this is a buffer that is filled again in every step, and what is prepared
         with it is kept: it must not depend on the values.
         """
-        if self.ahead is not None:
-            return self.ahead.made(self, what, count, make)
-        return self.upload(make(self.uniform(what, count)))
+        if self.ahead is None:
+            return self.upload(make(self.uniform(what, count)))
+        made: Tensor = self.ahead.made(self, what, count, make)
+        return made
 
 
 @dataclass

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -21,19 +22,33 @@ from elfatt_sd.attention.ordering import (
     partition,
 )
 from elfatt_sd.attention.softmax import (
-    agent_attention,
     block_attention,
     elfatt_attention,
-    pool_agents,
     softmax_attention,
 )
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size
 
 AgentSource = Literal["pooled", "merged"]
-AGENT_SOURCES: tuple[AgentSource, ...] = get_args(AgentSource)
 Split = Literal["auto", "heads", "channels"]
-SPLITS: tuple[Split, ...] = get_args(Split)
+_RULES: dict[str, Callable[[str, Any], None]] = {  # of the settings of the package's attentions
+    **dict.fromkeys(("agents", "block_size", "cell", "groups", "keys"), functools.partial(errors.whole, low=1)),
+    **dict.fromkeys(("lattice", "redraw", "weighted"), errors.flag),
+    **dict.fromkeys(("agent_share", "value_shortcut"), functools.partial(errors.real, low=0.0, high=1.0)),
+    **dict.fromkeys(("block_order", "second_order"), functools.partial(errors.choice, accepted=BLOCK_ORDERS)),
+    "agent_ratio": functools.partial(errors.real, low=0.0, high=1.0, open_high=True),
+    "agent_scale": functools.partial(errors.real, low=0.0, high=2.0),
+    "agent_source": functools.partial(errors.choice, accepted=get_args(AgentSource)),
+    "split": functools.partial(errors.choice, accepted=get_args(Split)),
+}
+
+
+def check_settings(attention: Attention) -> None:
+    """Check the settings of one of the package's attentions; None is fine where it is the default."""
+    for field in dataclasses.fields(attention):
+        value = getattr(attention, field.name)
+        if value is not None or field.default is not None:
+            _RULES[field.name](field.name, value)
 
 
 @dataclass(frozen=True)
@@ -53,8 +68,7 @@ class Softmax(Attention):
         return exact_attention(q, [Keys(k, v), layer.context])
 
     def cost(self, size: Size) -> float:
-        pairs = size.tokens * (size.tokens + size.context)
-        return size.projections(size.tokens, size.tokens) + 2 * pairs * size.channels
+        return size.projections(size.tokens, size.tokens) + size.attention(size.tokens)
 
     def words(self, fitted: Sequence[Self]) -> str:
         return "softmax attention"
@@ -86,40 +100,51 @@ class Agents(Attention):
     value_shortcut: float = 0.0
     block_order: BlockOrder = "sequence"
 
+    # settings of `Elfatt` alone: here, all heads attend through agents
+    agent_share, block_size, redraw, split = 1.0, 1, True, "auto"
+
     def __post_init__(self) -> None:
-        errors.whole("agents", self.agents, 1)
-        errors.choice("agent_source", self.agent_source, AGENT_SOURCES)
-        errors.real("agent_ratio", self.agent_ratio, 0.0, 1.0, open_high=True)
-        errors.real("agent_scale", self.agent_scale, 0.0, 2.0)
-        errors.real("value_shortcut", self.value_shortcut, 0.0, 1.0)
-        errors.choice("block_order", self.block_order, BLOCK_ORDERS)
+        check_settings(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
-        """Order the tokens so that those of one pool lie together."""
-        size = max(1, grid.tokens // self.agents)
-        return Prepared() if self.matches else order_tokens(self.block_order, grid, size, draws)
+        """Order the tokens block by block; without blocks, so that those of one pool lie together."""
+        draws = draws if self.redraw else draws.once
+        if self.matches and not self._blocks:
+            return Prepared()
+        size = self.block_size if self._blocks else max(1, grid.tokens // self.agents)
+        return order_tokens(self.block_order, grid, size, draws)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
         q, k, v = layer.project(tokens)
+        scale = q.shape[-1] ** (-0.5 * self.agent_scale) if self.agent_scale != 1 else None
+        given: dict[str, Any] = {"block_size": self.block_size, "query_scale": scale}
+        given["value_shortcut"] = self.value_shortcut
         if layer.context is not None:
-            return self.attend_joint(q, k, v, layer.context, q.shape[2])
-        agents = layer.queries(layer.merged(self.agent_ratio)) if self.matches else pool_agents(q, self.agents)
-        scale = self.query_scale(q.shape[-1])
-        return agent_attention(q, k, v, agents, query_scale=scale, value_shortcut=self.value_shortcut, **layer.kernel)
+            heads = round(q.shape[2] * self.agent_share)
+            return elfatt_joint_attention(
+                q, k, v, agents=self.agents, agent_heads=heads, context=layer.context, **given
+            )
+        agents = layer.queries(layer.merged(self.agent_ratio)) if self.matches else self.agents
+        given |= {"agent_share": self.agent_share, "split": self.split, **layer.kernel}
+        return elfatt_attention(q, k, v, agents=agents, **given)
 
     def cost(self, size: Size) -> float:
-        """Every agent meets every token twice: as a query, and as a key; every token meets the context."""
-        pairs = 2.0 * self.count(size.grid) + size.context
-        return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
+        """Every agent meets every token twice: as a query, and as a key. Merged ones have a projection of their own."""
+        merged = self.agent_source == "merged"
+        agents = round(size.grid.tokens * (1 - self.agent_ratio)) if merged else self.agents
+        pairs = self.agent_share * 2 * agents + (1 - self.agent_share) * self.block_size
+        own = agents * size.channels**2 if self.matches else 0
+        return size.projections(size.tokens, size.tokens) + own + size.attention(pairs)
 
     @classmethod
     def choices(cls, tokens: int) -> list[Self]:
         return [cls(block_order="windows")]
 
     def fit(self, grid: Grid, merge: Merge) -> Self:
-        """At most as many agents as tokens, and as many merged tokens as the stride allows."""
-        ratio = merge.merged(grid, self.agent_ratio) / grid.tokens
-        return dataclasses.replace(self, agents=min(self.agents, merge.kept(grid)), agent_ratio=ratio)
+        """At most as many agents as tokens, as many merged tokens as the stride allows, and blocks that tile."""
+        ratio, kept = merge.merged(grid, self.agent_ratio) / grid.tokens, merge.kept(grid)
+        blocks: dict[str, Any] = {"block_size": fitted_block_size(self.block_size, kept)} if self._blocks else {}
+        return dataclasses.replace(self, agents=min(self.agents, kept), agent_ratio=ratio, **blocks)
 
     def words(self, fitted: Sequence[Self]) -> str:
         if self.agent_source == "merged":
@@ -128,55 +153,42 @@ class Agents(Attention):
 
     def pools(self, tokens: int) -> Sequence[int]:
         """Neighbours in the order of the tokens, unless agents are merged tokens."""
-        if self.matches:
+        if self.matches or not self._agents:
             return ()
         count = min(self.agents, tokens)
         return [tokens // count + (number < tokens % count) for number in range(count)]
 
     @property
     def family(self) -> str:
-        return "agents"
+        """With agents in none or all of the heads, it is what is left of it."""
+        if not self._agents:
+            return "spread blocks" if self.block_order == "spread" else "other blocks"
+        return "ELFATT" if self._blocks else "agents"
 
     @property
     def matches(self) -> bool:
-        return self.agent_source == "merged"  # Agent-SD
+        return self._agents and self.agent_source == "merged"  # Agent-SD
 
     @property
     def is_random(self) -> bool:
-        return self.agent_source == "pooled" and self.block_order == "spread"
+        return self.block_order == "spread" and (self._blocks or self.agent_source == "pooled")
 
     @property
     def used_settings(self) -> frozenset[str]:
-        by_source = {"agent_ratio"} if self.agent_source == "merged" else {"agents", "block_order"}
-        return frozenset({"agent_source", "agent_scale", "value_shortcut"} | by_source)
+        used = {"agent_share", "split"} | ({"redraw"} if self.is_random else set())
+        used |= {"block_size", "block_order"} if self._blocks else set()
+        if self._agents:
+            used |= {"agent_source", "agent_scale", "value_shortcut"}
+            used |= {"agent_ratio"} if self.matches else {"agents", "block_order"}
+        return frozenset(used.intersection(self.settings()))
 
-    def attend_joint(self, q: Tensor, k: Tensor, v: Tensor, context: Keys, heads: int, block_size: int = 1) -> Tensor:
-        """Attend with text, the first heads through agents, the others inside blocks."""
-        return elfatt_joint_attention(
-            q,
-            k,
-            v,
-            agents=self.agents,
-            block_size=block_size,
-            agent_heads=heads,
-            query_scale=self.query_scale(q.shape[-1]),
-            value_shortcut=self.value_shortcut,
-            context=context,
-        )
+    @property
+    def _agents(self) -> bool:
+        return self.agent_share > 0
 
-    def query_scale(self, head_dim: int) -> float | None:
-        """Return the scale `s2` of the queries' softmax; None is the usual one."""
-        scale: float | None = head_dim ** (-0.5 * self.agent_scale) if self.agent_scale != 1 else None
-        return scale
-
-    def count(self, grid: Grid) -> int:
-        """Return the number of agents, once it is fitted to a grid."""
-        return round(grid.tokens * (1 - self.agent_ratio)) if self.agent_source == "merged" else self.agents
-
-    def projections(self, size: Size) -> float:
-        """Return the multiply-adds of all projections; merged agents have one of their own."""
-        own = self.count(size.grid) * size.channels**2 if self.matches else 0
-        return size.projections(size.tokens, size.tokens) + own
+    @property
+    def _blocks(self) -> bool:
+        return self.agent_share < 1
 
 
 @dataclass
@@ -209,11 +221,7 @@ class Blocks(Attention):
     redraw: bool = True
 
     def __post_init__(self) -> None:
-        errors.whole("block_size", self.block_size, 1)
-        errors.choice("block_order", self.block_order, BLOCK_ORDERS)
-        errors.flag("redraw", self.redraw)
-        if self.second_order is not None:
-            errors.choice("second_order", self.second_order, BLOCK_ORDERS)
+        check_settings(self)
 
     def accepts(self, merge: Merge) -> None:
         if self.second_order is not None and merge.ratio > 0:
@@ -250,8 +258,7 @@ class Blocks(Attention):
         return elfatt_joint_attention(q, k, v, agents=1, block_size=self.block_size, agent_heads=0, context=own)
 
     def cost(self, size: Size) -> float:
-        attention = round(2 * size.tokens * float(self.block_size + size.context) * size.channels)
-        return size.projections(size.tokens, size.tokens) + attention
+        return size.projections(size.tokens, size.tokens) + size.attention(self.block_size)
 
     @classmethod
     def choices(cls, tokens: int) -> list[Self]:
@@ -315,79 +322,6 @@ class Elfatt(Agents):
     agent_share: float = 0.5
     split: Split = "auto"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        errors.whole("block_size", self.block_size, 1)
-        errors.flag("redraw", self.redraw)
-        errors.real("agent_share", self.agent_share, 0.0, 1.0)
-        errors.choice("split", self.split, SPLITS)
-
-    def prepare(self, grid: Grid, draws: Draws) -> Prepared:
-        """Order the tokens block by block; without blocks, pool by pool."""
-        draws = draws if self.redraw else draws.once
-        if not self._blocks:
-            return super().prepare(grid, draws)
-        return order_tokens(self.block_order, grid, self.block_size, draws)
-
-    def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
-        q, k, v = layer.project(tokens)
-        if layer.context is not None:
-            heads = round(q.shape[2] * self.agent_share)
-            return self.attend_joint(q, k, v, layer.context, heads, self.block_size)
-        return elfatt_attention(
-            q,
-            k,
-            v,
-            agents=layer.queries(layer.merged(self.agent_ratio)) if self.matches else self.agents,
-            block_size=self.block_size,
-            agent_share=self.agent_share,
-            split=self.split,
-            query_scale=self.query_scale(q.shape[-1]),
-            value_shortcut=self.value_shortcut,
-            **layer.kernel,
-        )
-
-    def cost(self, size: Size) -> float:
-        share = self.agent_share
-        pairs = share * 2 * self.count(size.grid) + (1 - share) * self.block_size + size.context
-        return self.projections(size) + round(2 * size.tokens * pairs * size.channels)
-
-    def fit(self, grid: Grid, merge: Merge) -> Self:
-        size = fitted_block_size(self.block_size, merge.kept(grid)) if self._blocks else self.block_size
-        return dataclasses.replace(super().fit(grid, merge), block_size=size)
-
     def words(self, fitted: Sequence[Self]) -> str:
         blocks = self.said(fitted, "block_size", f"{self.block_order} blocks of #")
         return f"{super().words(fitted)} and {blocks}"
-
-    def pools(self, tokens: int) -> Sequence[int]:
-        return super().pools(tokens) if self._agents else ()
-
-    @property
-    def family(self) -> str:
-        """With agents in none or all of the heads, it is what is left of it."""
-        if not self._agents:
-            return "spread blocks" if self.block_order == "spread" else "other blocks"
-        return "ELFATT" if self._blocks else "agents"
-
-    @property
-    def matches(self) -> bool:
-        return self._agents and self.agent_source == "merged"  # torch.compile takes super().matches to be true
-
-    @property
-    def used_settings(self) -> frozenset[str]:
-        of_agents = super().used_settings if self._agents else frozenset()
-        of_blocks = {"block_size", "block_order"} if self._blocks else set()
-        return of_agents | of_blocks | {"agent_share", "split"} | ({"redraw"} if self.is_random else set())
-
-    @property
-    def is_random(self) -> bool:
-        return self.block_order == "spread" if self._blocks else super().is_random
-
-    @property
-    def _agents(self) -> bool:
-        return self.agent_share > 0
-
-    @property
-    def _blocks(self) -> bool:
-        return self.agent_share < 1

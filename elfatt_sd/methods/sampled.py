@@ -11,8 +11,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from elfatt_sd import errors
-from elfatt_sd.attention import triton as kernels
 from elfatt_sd.attention.joint import cell_joint_attention, sampled_joint_attention
 from elfatt_sd.attention.ordering import (
     Grid,
@@ -24,9 +22,9 @@ from elfatt_sd.attention.ordering import (
     sample_counts,
     stratified_samples,
 )
-from elfatt_sd.attention.softmax import sampled_attention
+from elfatt_sd.attention.softmax import TRITON, sampled_attention, triton_takes
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size, span
-from elfatt_sd.methods.published import order_tokens
+from elfatt_sd.methods.published import check_settings, order_tokens
 
 
 @dataclass
@@ -38,7 +36,7 @@ class _Sample(Prepared):
 
     def order_for(self, backend: str) -> Tensor | None:
         """Triton's kernel reads queries where they are."""
-        return None if backend == kernels.BACKEND else self.order
+        return None if backend == TRITON else self.order
 
 
 @dataclass(frozen=True)
@@ -70,11 +68,7 @@ class Sampled(Attention):
     weighted: bool = True
 
     def __post_init__(self) -> None:
-        errors.whole("keys", self.keys, 1)
-        errors.whole("groups", self.groups, 1)
-        errors.flag("lattice", self.lattice)
-        errors.flag("redraw", self.redraw)
-        errors.flag("weighted", self.weighted)
+        check_settings(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Draw the keys of every group, and put the queries in the order of their groups."""
@@ -97,8 +91,8 @@ class Sampled(Attention):
         in_place = order is not None and prepared.order_for(backend) is None
         q, k, v = layer.project(tokens, order[prepared.keys] if in_place else prepared.keys)
         stands_for = tokens.shape[1] * prepared.groups / k.shape[1] if self.weighted else 1.0
-        if kernels.take(backend, q, k, v):
-            from elfatt_sd.attention.triton.sampled import sampled  # Triton is there for Linux alone
+        if triton_takes(backend, q, k, v):
+            from elfatt_sd.attention.triton import sampled  # Triton is there for Linux alone
 
             return sampled(q, k, v, prepared.groups, order=order, stands_for=stands_for, context=layer.context)
         if not in_place:
@@ -112,8 +106,7 @@ class Sampled(Attention):
         return sampled_joint_attention(q, k, v, groups, stands_for=stands_for, context=layer.context)
 
     def cost(self, size: Size) -> float:
-        projected = size.projections(size.tokens, self.keys * self.groups)
-        return projected + round(2 * size.tokens * float(self.keys + size.context) * size.channels)
+        return size.projections(size.tokens, self.keys * self.groups) + size.attention(self.keys)
 
     @classmethod
     def choices(cls, tokens: int) -> list[Self]:
@@ -170,11 +163,7 @@ class CellSpread(Attention):
     redraw: bool = True
 
     def __post_init__(self) -> None:
-        errors.whole("block_size", self.block_size, 1)
-        if self.cell is not None:
-            errors.whole("cell", self.cell, 1)
-        errors.flag("weighted", self.weighted)
-        errors.flag("redraw", self.redraw)
+        check_settings(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         draws = draws if self.redraw else draws.once
@@ -193,8 +182,8 @@ class CellSpread(Attention):
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         q, k, v = layer.project(tokens)
         given: dict[str, Any] = {"weighted": self.weighted, "context": layer.context}
-        if 1 not in (prepared.cells, prepared.groups) and kernels.take(layer.kernel["backend"], q, k, v):
-            from elfatt_sd.attention.triton.sampled import cells
+        if 1 not in (prepared.cells, prepared.groups) and triton_takes(layer.kernel["backend"], q, k, v):
+            from elfatt_sd.attention.triton import cells
 
             return cells(q, k, v, prepared.cells, prepared.groups, **given)
         given["fp32_logits"] = layer.kernel["fp32_logits"]
@@ -202,8 +191,7 @@ class CellSpread(Attention):
 
     def cost(self, size: Size) -> float:
         cell = self.cell or size.tokens / self.block_size
-        pairs = self.block_size + cell + size.context
-        return size.projections(size.tokens, size.tokens) + round(2 * size.tokens * pairs * size.channels)
+        return size.projections(size.tokens, size.tokens) + size.attention(self.block_size + cell)
 
     @classmethod
     def choices(cls, tokens: int) -> list[Self]:

@@ -17,11 +17,10 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import beneath_transforms
 from elfatt_sd.families.base import Given
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
-from elfatt_sd.methods.base import Ahead
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.runtime.layer import PatchedLayer, device_of, recomputed_part
-from elfatt_sd.runtime.memory import Memory, Residual, add_difference, split_of
+from elfatt_sd.runtime.memory import Memory, Residual, RunDraws, add_difference, split_of
 
 _BYTES = 2  # of a value in a narrower dtype
 _NOTHING = Given(torch.empty(0, dtype=torch.float32, device="cpu"), 0, NO_GRID)
@@ -74,7 +73,7 @@ class LayerCall:
         self.buffer: Residual | None = None  # for that of the first, in compiled code
         self.outcome = ""  # why the layer was not approximated in this call; `done` if it was
 
-    def begin(self, phase: Phase, step: int, device: torch.device, ahead: Ahead | None = None) -> bool:
+    def begin(self, phase: Phase, step: int, device: torch.device, ahead: RunDraws | None = None) -> bool:
         """Set the phase, and prepare it on the grid: what is merged into what, and what its attention prepares.
 
         Returns:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.families import Given, SelfAttention, copy_structure, takes_steps
-from elfatt_sd.methods.base import Ahead
 from elfatt_sd.phases import Phase
 from elfatt_sd.runtime.call import Call, LayerCall
 from elfatt_sd.runtime.denoiser import Owner, Patch
 from elfatt_sd.runtime.layer import Layers, PatchedLayer, after_forward, choose_layers, device_of
+from elfatt_sd.runtime.memory import RunDraws
 from elfatt_sd.runtime.schedule import Position, Run, Schedule
 
 _PLACEHOLDER = PatchConfig(
@@ -76,7 +76,7 @@ class ExactRun:
         phase: Phase,
         step: int,
         config: PatchConfig = _PLACEHOLDER,
-        ahead: Ahead | None = None,
+        ahead: RunDraws | None = None,
     ) -> Any:
         """Return what a layer gives in place of its exact output; nothing is carried over from other layers."""
         states, call = state.call.states, Call(config, step)

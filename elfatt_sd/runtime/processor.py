@@ -19,7 +19,7 @@ from torch import Tensor
 
 from elfatt_sd.attention.joint import Keys
 from elfatt_sd.attention.ordering import order_merged
-from elfatt_sd.families.base import Projections
+from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.phases import DENSE, Phase
 from elfatt_sd.runtime.call import Call, LayerCall, attend, rounded
 from elfatt_sd.runtime.layer import STATE, PatchedLayer, Processor, skipped_like, stand_in
@@ -123,7 +123,7 @@ class LayerInCall:
         return self._tokens if matching is None else matching.merge(self._tokens)
 
 
-def approximate(given: Projections, state: LayerCall, phase: Phase, tokens: Tensor) -> Tensor:
+def approximate(given: PlainProjections, state: LayerCall, phase: Phase, tokens: Tensor) -> Tensor:
     """Merge, order, attend, project, and put every token back in its place; `[batch, tokens, channels]`."""
     prepared = None if phase.dense else state.prepared
     order = None if prepared is None else prepared.order_for(state.call.config.attention_backend)

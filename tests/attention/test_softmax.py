@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,18 @@ import pytest
 import torch
 from support.checks import DEVICES, LENGTHS, Work, approximations, close, qkv
 from torch import Tensor
+from torch.nn import functional
 
 from elfatt_sd.attention import softmax as attention
-from elfatt_sd.attention.ordering import partition
+from elfatt_sd.attention.joint import (
+    Keys,
+    cell_joint_attention,
+    elfatt_joint_attention,
+    exact_attention,
+    run_agents,
+    sampled_joint_attention,
+)
+from elfatt_sd.attention.ordering import Grid, partition
 from elfatt_sd.attention.softmax import (
     agent_attention,
     attend,
@@ -26,31 +36,53 @@ from elfatt_sd.attention.softmax import (
     softmax_attention,
 )
 from elfatt_sd.errors import ElfattError, is_out_of_memory
+from elfatt_sd.methods import CellSpread, Elfatt, Sampled, Size, Softmax
+
+HALF = [torch.float16, torch.bfloat16]
+# tokens, keys of each query, groups
+SAMPLES = [(24, 5, 4), (64, 8, 8), (35, 6, 5), (35, 4, 8), (12, 12, 1)]
+CELLS = [(12, 4, 3), (64, 8, 8), (64, 8, 2), (64, 16, 1), (35, 8, 2), (35, 8, 4), (67, 9, 7), (67, 9, 1), (30, 1, 5)]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, allowed: Tensor | None = None) -> Tensor:
-    """Softmax attention in float64 with the whole matrix of logits; `allowed` is `[queries, keys]`."""
-    q, k, v = (x.double() for x in (q, k, v))
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if allowed is not None:
-        logits = logits.masked_fill(~allowed, -math.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(dim=-1), v)
+def text(size: int = 8, heads: int = 4, masked: bool = True) -> Keys:
+    """Five keys; the first image's last two are padding, and the second's first one."""
+    k, v = torch.randn(2, 2, 5, heads, size, generator=torch.Generator().manual_seed(99)) * 1.5
+    mask = torch.tensor([[True, True, True, False, False], [False, True, True, True, True]])
+    return Keys(k, v, mask if masked else None)
 
 
-def dense_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int, scale: float | None = None) -> Tensor:
-    blocks, base, larger = partition(q.shape[1], block_size)
-    sizes = torch.tensor([base + 1] * larger + [base] * (blocks - larger))
-    block = torch.arange(blocks).repeat_interleave(sizes)
-    return dense(q, k, v, scale, allowed=block[:, None] == block)
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, bias: Tensor | None = None, context: Keys | None = None
+) -> Tensor:
+    """Softmax in float64 with all logits; `bias` is `[queries, keys]`; the context's keys that count follow."""
+    bias = torch.zeros(q.shape[1], k.shape[1]) if bias is None else bias
+    bias = bias.double().expand(len(q), 1, -1, -1)
+    if context is not None:
+        k, v = torch.cat([k, context.k], 1), torch.cat([v, context.v], 1)
+        mask = torch.ones(context.k.shape[:2], dtype=torch.bool) if context.mask is None else context.mask
+        more = torch.where(mask, 0.0, -math.inf).double()[:, None, None].expand(-1, -1, q.shape[1], -1)
+        bias = torch.cat([bias, more], 3)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()) * (q.shape[3] ** -0.5 if scale is None else scale)
+    return torch.einsum("bhqk,bkhd->bqhd", (logits + bias).softmax(-1), v.double())
 
 
-def dense_agents(q: Tensor, k: Tensor, v: Tensor, agents: Tensor, query_scale: float | None = None) -> Tensor:
-    return dense(q, agents, dense(agents, k, v), query_scale)
+def alike(queries: Tensor, keys: Tensor) -> Tensor:
+    """The bias by which queries see the keys of their own number."""
+    return torch.where(queries[:, None] == keys, 0.0, -math.inf)
 
 
-def dense_pool(q: Tensor, agents: int) -> Tensor:
-    pools = [part.mean(dim=1) for part in q.double().tensor_split(agents, dim=1)]
-    return torch.stack(pools, dim=1)
+def runs(tokens: int, count: int) -> Tensor:
+    """The run that each token is in: nearly equal ones, the first of them larger."""
+    return torch.cat([torch.full((len(part),), i) for i, part in enumerate(torch.arange(tokens).tensor_split(count))])
+
+
+def dense_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int, **given: Any) -> Tensor:
+    block = runs(q.shape[1], max(1, round(q.shape[1] / block_size)))
+    return dense(q, k, v, bias=alike(block, block), **given)
+
+
+def pooled(q: Tensor, agents: int) -> Tensor:
+    return torch.stack([part.mean(dim=1) for part in q.double().tensor_split(agents, dim=1)], dim=1)
 
 
 def test_partition_tiles_any_length() -> None:
@@ -62,41 +94,19 @@ def test_partition_tiles_any_length() -> None:
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_agents_average_neighbouring_queries(tokens: int) -> None:
-    q, _, _ = qkv(tokens)
-    for agents in (1, 3, 16, 64):
-        if agents >= tokens:
-            assert pool_agents(q, agents) is q
-        else:
-            close(pool_agents(q, agents), dense_pool(q, agents))
-
-
-@pytest.mark.parametrize("tokens", LENGTHS)
-def test_softmax_with_masks_and_scales(tokens: int) -> None:
+def test_softmax_blocks_and_pools(tokens: int) -> None:
+    """Of any length, with masks of both kinds and scales."""
     q, k, v = qkv(tokens)
     close(softmax_attention(q, k, v, scale=0.3), dense(q, k, v, 0.3))
     allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril()
-    for mask in (allowed, torch.zeros(tokens, tokens).masked_fill(~allowed, -math.inf)):
-        close(softmax_attention(q, k, v, mask=mask), dense(q, k, v, allowed=allowed))
-
-
-@pytest.mark.parametrize("tokens", LENGTHS)
-@pytest.mark.parametrize("block_size", [1, 16, 30, 227, 1000])
-@pytest.mark.parametrize("device", DEVICES)
-def test_blocks_equal_softmax_with_a_block_diagonal_mask(tokens: int, block_size: int, device: str) -> None:
-    inputs = qkv(tokens, batch=1 if block_size == 30 else 3)
-    for scale in (None, 0.2):
-        out = block_attention(*inputs.to(device), block_size, scale=scale)
-        close(out.cpu(), dense_blocks(*inputs, block_size, scale))
-
-
-@pytest.mark.parametrize(("tokens", "samples", "groups"), [(24, 5, 4), (64, 8, 8), (35, 6, 5), (35, 4, 8), (12, 12, 1)])
-@pytest.mark.parametrize("options", [{}, {"scale": 0.7}, {"fp32_logits": True}])
-def test_sampled_keys(tokens: int, samples: int, groups: int, options: dict[str, Any]) -> None:
-    """Query n sees the keys of group n mod groups."""
-    (q, _, _), (_, k, v) = qkv(tokens), qkv(samples * groups)
-    own = torch.arange(tokens)[:, None] % groups == torch.arange(samples * groups) % groups
-    close(sampled_attention(q, k, v, groups, **options), dense(q, k, v, options.get("scale"), own))
+    bias = torch.where(allowed, 0.0, -math.inf)
+    for mask in (allowed, bias):
+        close(softmax_attention(q, k, v, mask=mask), dense(q, k, v, bias=bias))
+    for size, device, scale in itertools.product((1, 16, 30, 227, 1000), DEVICES, (None, 0.2)):
+        blocks = block_attention(*(x.to(device) for x in (q, k, v)), size, scale=scale)
+        close(blocks.cpu(), dense_blocks(q, k, v, size, scale=scale))
+    for agents in (1, 3, 16, 64):
+        close(pool_agents(q, agents), q.double() if agents >= tokens else pooled(q, agents))
 
 
 @pytest.mark.parametrize("tokens", [7, 257])
@@ -115,7 +125,6 @@ def test_sampled_keys(tokens: int, samples: int, groups: int, options: dict[str,
         (3, 16, "channels", 0.99, None, 15),
     ],
 )
-@pytest.mark.parametrize(("given", "query_scale", "shortcut"), [(False, 0.4, 0.1), (True, None, 0.0), (True, 0.4, 0.1)])
 def test_elfatt(
     tokens: int,
     heads: int,
@@ -124,89 +133,220 @@ def test_elfatt(
     share: float,
     heads_of_agents: int | None,
     channels_of_agents: int | None,
-    given: bool,
-    query_scale: float | None,
-    shortcut: float,
 ) -> None:
     """One part attends through agents, the other in blocks (eq. lepe2sd: heads; eq. lepe1sd: channels)."""
     q, k, v = qkv(tokens, heads, size)
     agents = torch.randn(2, 6, heads, size, generator=torch.Generator().manual_seed(1))
-    dim, first = (2, heads_of_agents) if heads_of_agents is not None else (3, channels_of_agents)
-    assert first is not None
-    rest = q.shape[dim] - first
-    expected = []
-    if first:
-        qa, ka, va = (x.narrow(dim, 0, first) for x in (q, k, v))
-        own = agents.narrow(dim, 0, first) if given else dense_pool(qa, min(6, tokens))
-        expected.append(dense_agents(qa, ka, va, own, query_scale) + shortcut * va.double())
-    if rest:
-        expected.append(dense_blocks(*(x.narrow(dim, first, rest) for x in (q, k, v)), block_size=30))
-    options: dict[str, Any] = {
-        "agent_share": share,
-        "split": split,
-        "query_scale": query_scale,
-        "value_shortcut": shortcut,
-    }
-    actual = elfatt_attention(q, k, v, agents=agents if given else 6, block_size=30, **options)
-    close(actual, torch.cat(expected, dim=dim))
+    dim, first = (2, heads_of_agents) if heads_of_agents is not None else (3, channels_of_agents or 0)
+    qa, ka, va = (x.narrow(dim, 0, first) for x in (q, k, v))
+    blocks = dense_blocks(*(x.narrow(dim, first, x.shape[dim] - first) for x in (q, k, v)), block_size=30)
+    for given, scale, shortcut in ((None, 0.4, 0.1), (agents, None, 0.0), (agents, 0.4, 0.1)):
+        own = pooled(qa, min(6, tokens)) if given is None else agents.narrow(dim, 0, first)
+        through = dense(qa, own, dense(own, ka, va), scale) + shortcut * va.double()
+        options: dict[str, Any] = {"agent_share": share, "split": split, "query_scale": scale}
+        found = elfatt_attention(
+            q, k, v, agents=6 if given is None else given, block_size=30, value_shortcut=shortcut, **options
+        )
+        close(found, torch.cat([through, blocks], dim=dim))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("fp32_logits", [False, True])
-def test_logits_near_the_limit_of_the_dtype(dtype: torch.dtype, fp32_logits: bool) -> None:
+@pytest.mark.parametrize(("tokens", "samples", "groups"), SAMPLES)
+def test_samples(tokens: int, samples: int, groups: int) -> None:
+    """Query n sees the keys of group n mod groups, alone or beside text, where a key may stand for several."""
+    (q, _, _), (_, k, v) = qkv(tokens), qkv(samples * groups)
+    own = alike(torch.arange(tokens) % groups, torch.arange(samples * groups) % groups)
+    for options in ({}, {"scale": 0.7}, {"fp32_logits": True}):
+        close(sampled_attention(q, k, v, groups, **options), dense(q, k, v, options.get("scale"), own))
+    for context, weight in itertools.product((None, text(), text(masked=False)), (1.0, tokens / samples)):
+        out = sampled_joint_attention(q, k, v, groups, stands_for=weight, context=context)
+        close(out, dense(q, k, v, bias=own + math.log(weight), context=context))
+
+
+def cell_bias(tokens: int, cells: int, groups: int, weighted: bool = True) -> Tensor:
+    """0 in the own cell, the logarithm of what a key of the own group stands for, minus infinity for all others."""
+    if 1 in (cells, groups):
+        return torch.zeros(tokens, tokens)
+    places, cell = tokens // cells, torch.arange(tokens) % cells
+    size = torch.tensor([places + (cell < tokens % cells) for cell in range(cells)]).double()
+    group = torch.arange(tokens) // (places // groups * cells)  # those left over are a group that nobody sees
+    weight = (size / (places // groups)).log()[cell] if weighted else torch.zeros(tokens).double()
+    seen = torch.where(group == groups, 0, group)[:, None] == group
+    return torch.where(cell[:, None] == cell, 0.0, torch.where(seen, weight, -math.inf))
+
+
+@pytest.mark.parametrize(("tokens", "cells", "groups"), CELLS)
+def test_cells(tokens: int, cells: int, groups: int) -> None:
+    q, k, v = qkv(tokens)
+    for weighted, context in itertools.product((True, False), (None, text(), text(masked=False))):
+        out = cell_joint_attention(q, k, v, cells, groups, weighted=weighted, context=context)
+        close(out, dense(q, k, v, bias=cell_bias(tokens, cells, groups, weighted), context=context))
+
+
+@pytest.mark.parametrize(("tokens", "agents", "blocks"), [(64, 8, 4), (35, 8, 3), (67, 9, 9), (12, 12, 12), (12, 1, 1)])
+def test_elfatt_beside_text(tokens: int, agents: int, blocks: int) -> None:
+    """The equation of `elfatt_joint_attention`, head by head."""
+    q, k, v = qkv(tokens)
+    context, run, scale, size = text(), runs(tokens, agents), q.shape[3] ** -0.5, round(tokens / blocks)
+    near = dense_blocks(q, k, v, size, context=context)
+    means = pooled(q, agents)
+    lengths = pooled(q.double().norm(dim=3, keepdim=True), agents)
+    own = means / means.norm(dim=3, keepdim=True) * lengths
+    totals = [torch.einsum("bqhd,bkhd->bhqk", x, y.double()) * scale for x, y in ((own, k), (q.double(), context.k))]
+    assert context.mask is not None
+    totals[1] = totals[1].masked_fill(~context.mask[:, None, None], -math.inf)
+    weights = torch.stack([totals[0].logsumexp(3)[:, :, run], totals[1].logsumexp(3)]).softmax(0)
+    image, words = weights.transpose(2, 3)[..., None]
+    through = image * dense(q, own, dense(own, k, v), 0.2) + words * dense(q, k[:, :0], v[:, :0], context=context)
+    through = through + 0.1 * v
+    for first in (0, 2, 3, 4):
+        options = {"agents": agents, "block_size": size, "query_scale": 0.2, "value_shortcut": 0.1}
+        out = elfatt_joint_attention(q, k, v, agent_heads=first, context=context, **options)
+        close(out, torch.cat([through[:, :, :first], near[:, :, first:]], 2))
+
+
+def test_agents_keep_the_length_of_their_queries() -> None:
+    """Rotations that cancel in the mean leave its direction; equal queries are their own agents."""
+    q, _, _ = qkv(35)
+    torch.testing.assert_close(run_agents(q[:, :1].expand(-1, 35, -1, -1), 8), q[:, :1].expand(-1, 8, -1, -1))
+    assert torch.equal(run_agents(torch.zeros_like(q), 8), torch.zeros(2, 8, 4, 8))
+    for dtype in HALF:
+        assert run_agents((q * 1000).to(dtype), 8).isfinite().all()
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_segments_are_seen_as_one_sequence(masked: bool) -> None:
+    """What queries of the context do: all image keys, the text's that count, and references."""
+    q, k, v = qkv(30)
+    words, reference = text(masked=masked), Keys(*qkv(7)[:2])
+    out = exact_attention(q[:, :5], [Keys(k, v), words, reference])
+    close(out, dense(q[:, :5], *(torch.cat(x, 1) for x in ((k, reference.k), (v, reference.v))), context=words))
+    twice = Keys(torch.cat([k, k], 1), torch.cat([v, v], 1))
+    close(exact_attention(q, [Keys(k, v, stands_for=2.0), words]), exact_attention(q, [twice, words]).double())
+
+
+@pytest.mark.parametrize("size", [40, 160])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, *HALF])
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_parts_are_one_softmax(size: int, dtype: torch.dtype, device: str) -> None:
+    """Also where a part has a bias; one without any key weighs nothing, and is no NaN."""
+    (q, _, _), (k, v, _) = (qkv(n, 3, size).to(device, dtype) for n in (7, 20))
+    joined = attend(q, k[:, :13], v[:, :13]).joined(attend(q, k[:, 13:], v[:, 13:]))
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
+    logits = torch.einsum("bqhd,bkhd->bqhk", q.double(), k.double()) * size**-0.5
+    torch.testing.assert_close(joined.mixed.double(), dense(q, k, v), atol=tolerance, rtol=0)
+    torch.testing.assert_close(joined.total.double(), logits.logsumexp(-1), atol=tolerance, rtol=0)
+    mask = torch.tensor([[True, False] * 10, [False] * 20], device=device)
+    part = attend(q, k, v, bias=key_bias(mask, dtype))
+    assert part.mixed.isfinite().all() and part.total.isfinite().all()
+    assert torch.equal(attend(q, k, v).joined(part).mixed[1], attend(q, k, v).mixed[1])
+    for own, other in zip(part, attend(q[:1], k[:1, ::2], v[:1, ::2]), strict=True):
+        torch.testing.assert_close(own[:1], other, atol=tolerance, rtol=0)
+
+
+def test_any_strides() -> None:
+    """A kernel that is called directly reads channels that do not lie side by side as if they did."""
+    q, k, v = (x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for x in qkv(9))
+    torch.testing.assert_close(attend(q, k, v), attend(*(x.contiguous() for x in (q, k, v))))
+
+
+BESIDE: dict[str, Callable[..., Tensor]] = {
+    "cells": lambda q, k, v, words: cell_joint_attention(q, k, v, 8, 4, context=words),
+    "sampled": lambda q, k, v, words: sampled_joint_attention(
+        q, k[:, :32], v[:, :32], 4, stands_for=8.0, context=words
+    ),
+    "elfatt": lambda q, k, v, words: elfatt_joint_attention(
+        q, k, v, agents=8, block_size=8, agent_heads=q.shape[2] // 2, context=words
+    ),
+    "exact": lambda q, k, v, words: exact_attention(q, [Keys(k, v), words]),
+}
+
+
+@pytest.mark.parametrize("call", BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize("tokens", [64, 67])
+def test_beside_text(call: Callable[..., Tensor], tokens: int) -> None:
+    """In half precision; a prompt that is all padding is no text; with gradients."""
+    for size, dtype, device in itertools.product((40, 160), HALF, DEVICES):
+        inputs, words = qkv(tokens, size=size), text(size)
+        moved = Keys(*(x.to(device, dtype) for x in words[:2]), words.mask.to(device))  # type: ignore[union-attr]
+        out = call(*inputs.to(device, dtype), moved)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.cpu().float(), call(*inputs, words), atol=4e-2, rtol=4e-2)
+    words = text()._replace(mask=torch.tensor([[True] * 5, [False] * 5]))
+    out, other = (call(*qkv(tokens), words._replace(v=words.v + more)) for more in (0.0, 100.0))
+    assert [torch.equal(own, moved) for own, moved in zip(out, other, strict=True)] == [False, True]
+    q, k, v = (x.double().requires_grad_() for x in qkv(tokens, 2, 4, batch=1))
+    words = Keys(*(x[:1].double() for x in text(4, 2)[:2]), text().mask[:1])  # type: ignore[index]
+    assert torch.autograd.gradcheck(lambda *given: call(*given, words), (q, k, v), fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        softmax_attention,
+        lambda q, k, v: block_attention(q, k, v, 3),
+        lambda q, k, v: agent_attention(q, k, v, pool_agents(q, 3), query_scale=0.8, value_shortcut=0.1),
+        lambda q, k, v: elfatt_attention(q, k, v, agents=3, block_size=4, split="heads"),
+        lambda q, k, v: elfatt_attention(q, k, v, agents=3, block_size=4, split="channels"),
+        lambda q, k, v: attend(q, k, v).joined(attend(q, v, k)),
+    ],
+)
+def test_gradients(call: Callable[..., Tensor]) -> None:
+    assert torch.autograd.gradcheck(call, [x.double().requires_grad_() for x in qkv(11, heads=2, size=4, batch=1)])
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_whole(backend: str) -> None:
+    """For one size, and again for others, where the compiler makes the length a symbol; and beside text."""
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return (elfatt_attention(q, k, v, agents=6, block_size=30, split="channels"),)
+
+    def beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return tuple(call(q, k, v, words) for call in BESIDE.values())
+
+    run, words = plain if backend == "eager" else beside, text()
+    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    for tokens in (64, 100) if run is plain else (64,):
+        torch.testing.assert_close(compiled(*qkv(tokens)), run(*qkv(tokens)))
+
+
+def test_logits_near_the_limit_of_the_dtype() -> None:
     """Logits beyond 60,000, which float16 just holds, give no NaN and no infinity."""
-    q, k, v = qkv(100, size=64, dtype=dtype)
-    q, k = (torch.nn.functional.normalize(x.float(), dim=-1).mul(700).to(dtype) for x in (q, k))
-    assert 6e4 < float((q.double() ** 2).sum(dim=-1).max()) * 64**-0.5 < 65504
-    for name, out in approximations(q, k, v, fp32_logits=fp32_logits).items():
-        assert out.dtype == dtype, name
-        assert out.isfinite().all(), name
+    q, k, v = qkv(64, size=64)
+    q, k = (functional.normalize(x, dim=-1).mul(700) for x in (q, k))
+    assert 6e4 < float((q.half().double() ** 2).sum(dim=-1).max()) * 64**-0.5 < 65504
+    for dtype, fp32_logits in itertools.product((torch.float32, *HALF), (False, True)):
+        inputs = [x.to(dtype) for x in (q, k, v)]
+        found = approximations(*inputs, fp32_logits=fp32_logits)
+        found["cells"] = cell_joint_attention(*inputs, 8, 8, fp32_logits=fp32_logits)
+        for name, out in found.items():
+            assert out.dtype == dtype and out.isfinite().all(), name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", HALF)
 def test_fp32_logits_round_the_result_alone(dtype: torch.dtype) -> None:
+    """Also under autocast, which would bring everything down to half precision again."""
     q, k, v = qkv(100, size=64, dtype=dtype)
     q = q * 8
-    exact = approximations(*(x.double() for x in (q, k, v)))
-    for name, out in approximations(q, k, v, fp32_logits=True).items():
-        if name in ("softmax", "block"):
-            torch.testing.assert_close(out, exact[name].to(dtype), msg=name)
-
-
-def test_fp32_logits_under_autocast() -> None:
-    """Which would bring everything down to half precision again."""
-    q, k, v = qkv(100, size=64, dtype=torch.float32)
-    expected = approximations(q, k, v)
+    exact, found = approximations(*(x.double() for x in (q, k, v))), approximations(q, k, v, fp32_logits=True)
+    whole = [x.float() for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
-        found = approximations(q, k, v, fp32_logits=True)
+        cast = approximations(*whole, fp32_logits=True)
     for name in ("softmax", "block"):
-        assert torch.equal(found[name], expected[name])
+        torch.testing.assert_close(found[name], exact[name].to(dtype), msg=name)
+        assert torch.equal(cast[name], approximations(*whole)[name])
 
 
-@pytest.mark.parametrize("name", ["softmax", "block", "agent", "heads", "channels"])
-def test_gradients(name: str) -> None:
-    q, k, v = (x.double().requires_grad_() for x in qkv(11, heads=2, size=4, batch=1))
-    small: dict[str, Callable[..., Tensor]] = {
-        "softmax": softmax_attention,
-        "block": lambda q, k, v: block_attention(q, k, v, 3),
-        "agent": lambda q, k, v: agent_attention(q, k, v, pool_agents(q, 3), query_scale=0.8, value_shortcut=0.1),
-        "heads": lambda q, k, v: elfatt_attention(q, k, v, agents=3, block_size=4, split="heads"),
-        "channels": lambda q, k, v: elfatt_attention(q, k, v, agents=3, block_size=4, split="channels"),
-    }
-    assert torch.autograd.gradcheck(small[name], (q, k, v))
-
-
-def test_compiles_whole() -> None:
-    """For one size, and again for others, where the compiler makes the length a symbol."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return tuple(approximations(q, k, v).values())
-
-    compiled = torch.compile(run, backend="eager", fullgraph=True)
-    for tokens in (64, 100):
-        q, k, v = qkv(tokens)
-        for actual, expected in zip(compiled(q, k, v), run(q, k, v), strict=True):
-            torch.testing.assert_close(actual, expected)
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_own_token_that_dominates_loses_no_precision(dtype: torch.dtype) -> None:
+    """It is left out of the group, not subtracted from it; and with logits in float32 the result alone is rounded."""
+    q, _, v = qkv(64, size=16)
+    inputs = [x.to(dtype) for x in (32 * q, q, v)]
+    wanted = dense(*inputs, bias=cell_bias(64, 8, 8))
+    torch.testing.assert_close(cell_joint_attention(*inputs, 8, 8).double(), wanted, atol=2e-2, rtol=2e-2)
+    rounded = cell_joint_attention(*(x.float() for x in inputs), 8, 8).to(dtype)
+    assert torch.equal(cell_joint_attention(*inputs, 8, 8, fp32_logits=True), rounded)
 
 
 @pytest.mark.parametrize(
@@ -219,11 +359,30 @@ def test_compiles_whole() -> None:
     ],
 )
 def test_the_work_is_fused_and_grows_with_the_tokens(call: Callable[..., Tensor], calls: int, pairs: int) -> None:
-    inputs = qkv(2048)
     with Work() as work:
-        call(*inputs)
+        call(*qkv(2048))
     assert (work.calls, work.dense, work.pairs) == (calls, 0, 2 * 4 * pairs)
     assert work.copies == 0 or calls == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "call", "keys"),
+    [
+        (CellSpread(cell=8, block_size=16), "cells", 64),
+        (Sampled(keys=8, groups=4), "sampled", 32),
+        (Elfatt(agents=8, block_size=8), "elfatt", 64),
+        (Softmax(), "exact", 64),
+    ],
+)
+def test_costs_are_the_pairs_that_kernels_see(own: Any, call: str, keys: int) -> None:
+    """Two multiply-adds for each pair of query and key, and channel; the far part computes its own cell, too."""
+    size = Size(Grid(1, 8, 8), 64, channels=4 * 8, context=5)
+    with Work() as work:
+        BESIDE[call](*qkv(64), text(masked=False))
+    assert 2 * 8 * work.pairs == 2 * (own.cost(size) - size.projections(64, keys))  # two images
+    assert work.dense == 0
+    if call == "cells":  # whole cells need no copy: log-sum-exps and the bias, no tokens
+        assert work.calls == 3 and work.copies <= 3 + 1
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -241,77 +400,22 @@ def test_more_rows_or_heads_than_a_cuda_grid_takes(masked: bool, monkeypatch: py
     assert work.calls == 2 * math.ceil(5 / 3) * math.ceil(7 / 3)
 
 
-def tokens(count: int, seed: int, size: int = 16, heads: int = 3) -> Tensor:
-    return torch.randn(2, count, heads, size, generator=torch.Generator().manual_seed(seed))
-
-
-def logits(q: Tensor, k: Tensor) -> Tensor:
-    return torch.einsum("bqhd,bkhd->bqhk", q.double(), k.double()) * q.shape[3] ** -0.5
-
-
-@pytest.mark.parametrize("size", [40, 160])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("device", DEVICES)
-def test_two_parts_are_one_softmax(size: int, dtype: torch.dtype, device: str) -> None:
-    q, k, v = (tokens(n, n, size).to(device, dtype) for n in (7, 20, 21))
-    v = v[:, :20]
-    joined = attend(q, k[:, :13], v[:, :13]).joined(attend(q, k[:, 13:], v[:, 13:]))
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
-    wanted = torch.einsum("bqhk,bkhd->bqhd", logits(q, k).softmax(-1), v.double())
-    torch.testing.assert_close(joined.mixed.double(), wanted, atol=tolerance, rtol=0)
-    torch.testing.assert_close(joined.total.double(), logits(q, k).logsumexp(-1), atol=tolerance, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("device", DEVICES)
-def test_masked_keys_weigh_nothing(dtype: torch.dtype, device: str) -> None:
-    """The second image's part has no key at all: it weighs nothing, and is no NaN."""
-    q, k, v = (tokens(9, seed).to(device, dtype) for seed in range(3))
-    mask = torch.tensor([[True, False] * 4 + [True], [False] * 9], device=device)
-    part = attend(q, k, v, bias=key_bias(mask, dtype))
-    assert part.mixed.isfinite().all()
-    assert part.total.isfinite().all()
-    assert torch.equal(attend(q, k, v).joined(part).mixed[1], attend(q, k, v).mixed[1])
-    wanted = attend(q[:1], k[:1, ::2], v[:1, ::2])
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(part.mixed[:1], wanted.mixed, atol=tolerance, rtol=0)
-    torch.testing.assert_close(part.total[:1], wanted.total, atol=tolerance, rtol=0)
-    plain = attend(*(x.double() for x in (q, k, v)), bias=key_bias(mask, torch.float64))
-    torch.testing.assert_close(plain.mixed[0], part.mixed[0].double(), atol=tolerance, rtol=0)
-
-
-def test_any_strides() -> None:
-    """A kernel that is called directly reads channels that do not lie side by side as if they did."""
-    q, k, v = (tokens(9, seed).permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for seed in range(3))
-    torch.testing.assert_close(attend(q, k, v), attend(*(x.contiguous() for x in (q, k, v))))
-
-
-def test_gradients_take_plain_operations() -> None:
-    inputs = tuple(tokens(5, seed, size=4).double().requires_grad_() for seed in range(3))
-    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v).joined(attend(q, v, k)).mixed, inputs)
-    q, k, v = (x.detach().float().requires_grad_() for x in inputs)
-    attend(q, k, v).total.sum().backward()
-    assert k.grad is not None
-    assert k.grad.abs().sum() > 0
-
-
 def test_auto_takes_flash_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """On Hopper and on Blackwell's data centre cards PyTorch takes cuDNN's attention, which is faster."""
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
-    card, there = (8, 0), True
 
-    def served(device: str = "cuda", dtype: torch.dtype = torch.float16, size: int = 40) -> bool:
+    def served(
+        device: str = "cuda", dtype: torch.dtype = torch.float16, size: int = 40, card: Any = (8, 0), there: bool = True
+    ) -> bool:
         tensor: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(2, 64, 8, size))
         monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", there)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
         return attention.flash_takes(tensor)
 
     assert served() and served(dtype=torch.bfloat16) and served(size=256)
-    assert not (served("cpu") or served(dtype=torch.float32) or served(size=320))
-    for card, serves in (((7, 5), False), ((8, 6), True), ((9, 0), False), ((10, 3), False), ((12, 0), True)):
-        assert served() is serves, card
-    there = False
-    assert not served()
+    assert not (served("cpu") or served(dtype=torch.float32) or served(size=320) or served(there=False))
+    cards = [(7, 5), (8, 6), (9, 0), (10, 3), (12, 0)]
+    assert [served(card=card) for card in cards] == [False, True, False, False, True]
 
 
 def test_auto_chooses_for_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,67 +430,43 @@ def test_auto_chooses_for_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert served == [(8, "flash")] * 2  # blocks of 17 and of 16 tokens
 
 
-@pytest.mark.parametrize(
-    ("backend", "message"),
-    [
-        ("flash", r"attention_backend='flash' .* not installed: pip install it"),
-        ("_native_cudnn", r"'_native_cudnn' does not take float32 tensors with head size 8 on cpu"),
-        ("quick", r"attention_backend='quick' is not known; accepted: native, auto, "),
-    ],
-)
-def test_errors_of_backends_name_the_remedy(backend: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("diffusers.models.attention_dispatch")
-    monkeypatch.setitem(attention.PACKAGES, "flash", ("no_such_module", "pip install it"))
-    with pytest.raises(ElfattError, match=message):
-        softmax_attention(*qkv(50), backend=backend)
-
-
-def test_a_late_error_of_the_device_is_no_matter_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backends_of_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One agrees; errors name the remedy, but those of the device and of its memory go on as they are."""
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
+    inputs = qkv(50)
+    for name, out in approximations(*inputs, backend="_native_math").items():
+        torch.testing.assert_close(out, approximations(*inputs)[name], msg=name)
+    monkeypatch.setitem(attention.PACKAGES, "flash", ("no_such_module", "pip install it"))
+    for backend, message in {
+        "flash": r"attention_backend='flash' .* not installed: pip install it",
+        "_native_cudnn": r"'_native_cudnn' does not take float32 tensors with head size 8 on cpu",
+        "quick": r"attention_backend='quick' is not known; accepted: native, auto, ",
+    }.items():
+        with pytest.raises(ElfattError, match=message):
+            softmax_attention(*inputs, backend=backend)
+    large = torch.zeros(1, 2**23, 1, 1)  # its logits are more than any machine has
+    with pytest.raises(RuntimeError, match="allocate memory") as raised:
+        softmax_attention(large, large, large, backend="_native_math")
+    assert is_out_of_memory(raised.value)
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(dispatch, "dispatch_attention_fn", fail)
     with pytest.raises(RuntimeError, match="illegal memory access") as raised:
-        softmax_attention(*qkv(50), backend="_native_math")
+        softmax_attention(*inputs, backend="_native_math")
     assert not isinstance(raised.value, ElfattError)
-
-
-def test_dispatchers_native_backend_agrees() -> None:
-    pytest.importorskip("diffusers.models.attention_dispatch")
-    q, k, v = qkv(50)
-    for name, out in approximations(q, k, v, backend="_native_math").items():
-        torch.testing.assert_close(out, approximations(q, k, v)[name], msg=name)
-
-
-def test_a_backend_out_of_memory_says_so() -> None:
-    """More than any machine has: the caller may try a smaller call."""
-    pytest.importorskip("diffusers.models.attention_dispatch")
-    q = torch.zeros(1, 2**23, 1, 1)
-    with pytest.raises(RuntimeError, match="allocate memory") as raised:
-        softmax_attention(q, q, q, backend="_native_math")
-    assert is_out_of_memory(raised.value)
-
-
-def test_backend_without_a_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """diffusers before 0.35 has none."""
-    monkeypatch.setitem(__import__("sys").modules, "diffusers.models.attention_dispatch", None)
-    q, k, v = qkv(8)
+    monkeypatch.setitem(sys.modules, "diffusers.models.attention_dispatch", None)  # diffusers before 0.35 has none
     with pytest.raises(ElfattError, match=r"needs diffusers 0\.35"):
-        softmax_attention(q, k, v, backend="flash")
-    assert torch.equal(softmax_attention(q, k, v, backend="auto"), softmax_attention(q, k, v))
+        softmax_attention(*inputs, backend="flash")
+    assert torch.equal(softmax_attention(*inputs, backend="auto"), softmax_attention(*inputs))
 
 
-@pytest.mark.parametrize(
-    ("approximate", "given"),
-    [
-        (block_attention, {"block_size": 8}),
-        (agent_attention, {"agents": torch.zeros(1, 4, 2, 4)}),
+def test_masks_are_refused_where_they_have_no_meaning() -> None:
+    q, mask = torch.zeros(1, 20, 2, 4), torch.ones(20, 20, dtype=torch.bool)
+    for approximate, given in (
+        *((block_attention, {"block_size": 8}), (agent_attention, {"agents": q[:, :4]})),
         (elfatt_attention, {"agents": 4, "block_size": 8}),
-    ],
-)
-def test_masks_are_refused_where_they_have_no_meaning(approximate: Any, given: Any) -> None:
-    q = torch.zeros(1, 20, 2, 4)
-    with pytest.raises(ElfattError, match="mask"):
-        approximate(q, q, q, **given, mask=torch.ones(20, 20, dtype=torch.bool))
+    ):
+        with pytest.raises(ElfattError, match="mask"):
+            approximate(q, q, q, **given, mask=mask)  # type: ignore[operator]

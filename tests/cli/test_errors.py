@@ -26,7 +26,7 @@ from elfatt_sd.attention import ordering
 from elfatt_sd.benchmarking import variants as benchmarking
 from elfatt_sd.cli import options
 from elfatt_sd.cli.options import check_sizes, check_steps
-from elfatt_sd.families import sizes
+from elfatt_sd.families import shapes
 from elfatt_sd.families.shapes import TRANSFORMERS
 from elfatt_sd.tuning import proof
 
@@ -212,7 +212,7 @@ def test_help_version_and_wrong_options_import_nothing_heavy(tmp_path: Path) -> 
 
 def test_names_in_the_helps_are_those_of_the_package() -> None:
     homes = {config: "METHODS DEFAULT", ordering: "BLOCK_ORDERS", phases: "BACKENDS", loading: "SCHEDULERS"}
-    homes |= {proof: "METRICS", sizes: "UNET_NAMES SHAPE_NAMES", peers: "PEERS", benchmarking: "PEER ALONE"}
+    homes |= {proof: "METRICS", shapes: "UNET_NAMES SHAPE_NAMES", peers: "PEERS", benchmarking: "PEER ALONE"}
     for home, listed in homes.items():
         for name in listed.split():
             assert [*getattr(options, name)] == [*getattr(home, name)], name
@@ -247,7 +247,7 @@ def test_sizes_and_steps_are_checked_before_a_model_is_loaded(tmp_path: Path) ->
     (tmp_path / "transformer").mkdir()
     config = tmp_path / "transformer" / "config.json"
     config.write_text('{"sample_size": 64, "patch_size": 2, "num_attention_heads": 16, "attention_head_dim": 72}')
-    known = [name for name in sizes.TRANSFORMER_NAMES if hasattr(diffusers, TRANSFORMERS[name].kind)]
+    known = [name for name in TRANSFORMERS if hasattr(diffusers, TRANSFORMERS[name].kind)]
     for name in ("toy", *known):
         check_sizes(name, [(256, 256)])
         with pytest.raises(elfatt_sd.ElfattError, match="height=4 is not accepted"):

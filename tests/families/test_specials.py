@@ -1,9 +1,11 @@
-"""What is special to one family: its timesteps, texts, masks, position ids, guidance, second transformer."""
+"""What is special to one family: its timesteps, texts, masks, position ids, guidance, merging, second transformer."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,22 +13,48 @@ from typing import Any, ClassVar
 import diffusers
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
 from support import checks, tiny_transformers
 from support.checks import generator, recorded
-from support.transformer_rows import ROWS, image, sd3
+from support.transformer_rows import ROWS, image, sd3, sd3_controlnet
 
 import elfatt_sd
-from elfatt_sd import ElfattError, PatchConfig, Phase
+from elfatt_sd import METHODS, ElfattError, PatchConfig, Phase
+from elfatt_sd.attention.merging import Matching
 from elfatt_sd.families import family_of, find_denoisers, find_layers
 from elfatt_sd.methods import Attention, Grid
 
-FEW = PatchConfig("few", (Phase(1.0, "cell_spread", cell=4, block_size=4),))
+TEXT, WIDTH, embeds = tiny_transformers.TEXT, tiny_transformers.WIDTH, tiny_transformers.embeds
 VIDEO = {"height": 96, "width": 64, "frames": 9}
-MERGED = PatchConfig("own", (Phase(1.0, "agent", agent_source="merged"),))
+
+
+def config(attention: Any, **settings: Any) -> PatchConfig:
+    return PatchConfig("own", (Phase(1.0, attention, **settings),))
+
+
+FEW = config("cell_spread", cell=4, block_size=4)
+MERGED = config("agent", agent_source="merged")
+HALF_MERGED = config("softmax", ratio=0.5)
 
 
 def needs(name: str) -> Any:
     return pytest.mark.skipif(not hasattr(diffusers, name), reason=f"this version of diffusers has no {name}")
+
+
+def check(pipe: Any, run: checks.Run) -> None:
+    checks.check_all_keys(pipe, run)
+    checks.check_methods(pipe, run)
+
+
+def calling(model: Any, given: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    """What calls a bare model."""
+
+    @torch.no_grad()
+    def run() -> torch.Tensor:
+        made = model(**given, return_dict=False)[0]
+        return made if isinstance(made, torch.Tensor) else torch.cat([each.flatten() for each in made])
+
+    return run
 
 
 def test_layers() -> None:
@@ -54,49 +82,47 @@ def test_what_does_not_go_with_rotary_positions_or_text(name: str, method: Any, 
     assert not elfatt_sd.is_patched(pipe)
 
 
-def shuffled(given: dict[str, Any]) -> None:
-    given["img_ids"] = given["img_ids"][torch.randperm(24, generator=generator())]
+def shuffled(given: dict[str, Any]) -> dict[str, Any]:
+    return {"img_ids": given["img_ids"][torch.randperm(24, generator=generator())]}
 
 
-def masked(dtype: torch.dtype) -> Any:
-    """As the masks of regional prompts."""
+def regional(dtype: torch.dtype) -> Any:
+    """The masks of regional prompts."""
 
-    def change(given: dict[str, Any]) -> None:
+    def change(given: dict[str, Any]) -> dict[str, Any]:
         tokens = given["encoder_hidden_states"].shape[1] + 24
         mask = (torch.rand(1, 1, tokens, tokens, generator=generator()) > 0.3).to(dtype)
-        given["joint_attention_kwargs"] = {"attention_mask": mask}
+        return {"joint_attention_kwargs": {"attention_mask": mask}}
 
     return change
 
 
-def other_sizes(given: dict[str, Any]) -> None:
-    given["x"] = [torch.rand(4, 1, 12, 8), torch.rand(4, 1, 8, 8)]
-
-
-def other_lengths(given: dict[str, Any]) -> None:
-    given.update(several((7, 40)))
+def several(lengths: tuple[int, int]) -> dict[str, Any]:
+    """Two rows: a text for an image that is given, and one for an image to be made."""
+    rows = [[torch.rand(4, 1, 8, 6), torch.rand(4, 1, 12, 8)] for _ in lengths]
+    texts = [[torch.rand(5, WIDTH), torch.rand(length, WIDTH)] for length in lengths]
+    noise = {"image_noise_mask": [[0, 1]] * 2, "siglip_feats": [None] * 2}
+    return {"x": rows, "t": torch.tensor([0.3, 0.3]), "cap_feats": texts, **noise}
 
 
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
         ("Flux.1", shuffled, "not a grid"),
-        ("Flux.1", masked(torch.bool), "a mask that is not of keys alone"),
-        ("Flux.1", masked(torch.float32), "a mask that is not of keys alone"),
-        ("Z-Image", other_sizes, "not a grid"),
-        ("Z-Image", other_lengths, "not a grid"),
+        ("Flux.1", regional(torch.bool), "a mask that is not of keys alone"),
+        ("Flux.1", regional(torch.float32), "a mask that is not of keys alone"),
+        ("Z-Image", lambda given: {"x": [torch.rand(4, 1, 12, 8), torch.rand(4, 1, 8, 8)]}, "not a grid"),
+        ("Z-Image", lambda given: several((7, 40)), "not a grid"),
     ],
 )
 def test_calls_that_stay_exact_with_a_warning(name: str, change: Any, says: str) -> None:
     model = tiny_transformers.made(name)[0].transformer
     given = family_of(model).arguments(model, Grid.image(6, 4), 2, torch.rand)
-    change(given)
-    with torch.no_grad():
-        untouched = model(**given, return_dict=False)[0]
-        elfatt_sd.apply_patch(model, FEW)
-        with pytest.warns(UserWarning, match=says):
-            found = model(**given, return_dict=False)[0]
-    assert all(torch.equal(one, other) for one, other in zip(found, untouched, strict=True))
+    run = calling(model, {**given, **change(given)})
+    untouched = run()
+    elfatt_sd.apply_patch(model, FEW)
+    with pytest.warns(UserWarning, match=says):
+        assert torch.equal(run(), untouched)
 
 
 @needs("ChromaPipeline")
@@ -144,31 +170,22 @@ def call(net: Any, ids: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
     return output
 
 
-KINDS = [
-    (torch.Tensor, "copy"),
-    (torch.Tensor, "data"),
-    (torch.Tensor, "numpy"),
-    (OnDevice, "copy"),
-    (OnDevice, "data"),
-]
-
-
-@pytest.mark.parametrize(("kind", "write"), KINDS)
 @pytest.mark.parametrize("inference", [False, True])
-def test_ids_that_are_written_in_place_are_read_again(kind: Any, inference: bool, write: str) -> None:
+def test_ids_that_are_written_in_place_are_read_again(inference: bool) -> None:
     net, shapes = tiny_transformers.flux_transformer(), ((6, 4), (4, 6), (8, 3))
-    with torch.inference_mode(inference), torch.no_grad(), elfatt_sd.patched(net, FEW):
-        steps = torch.linspace(1, 0.25, 4)
-        fresh = [call(net, ids_of(*shape), step) for shape, step in zip(shapes, steps, strict=False)]
-        ids = ids_of(*shapes[0]).as_subclass(kind)
-        for shape, step, expected in zip(shapes, steps, fresh, strict=False):
-            if write == "copy":
-                ids.copy_(ids_of(*shape))
-            elif write == "data":
-                ids.data = ids_of(*shape)
-            else:
-                ids.numpy()[:] = ids_of(*shape).numpy()
-            assert torch.equal(call(net, ids, step), expected)
+    for kind, write in [(kind, write) for kind in (torch.Tensor, OnDevice) for write in ("copy", "data", "numpy")][:5]:
+        with torch.inference_mode(inference), torch.no_grad(), elfatt_sd.patched(net, FEW):
+            steps = torch.linspace(1, 0.25, 4)
+            fresh = [call(net, ids_of(*shape), step) for shape, step in zip(shapes, steps, strict=False)]
+            ids = ids_of(*shapes[0]).as_subclass(kind)
+            for shape, step, expected in zip(shapes, steps, fresh, strict=False):
+                if write == "copy":
+                    ids.copy_(ids_of(*shape))
+                elif write == "data":
+                    ids.data = ids_of(*shape)
+                else:
+                    ids.numpy()[:] = ids_of(*shape).numpy()
+                assert torch.equal(call(net, ids, step), expected), (kind, write)
 
 
 def test_ids_on_a_device_are_read_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,25 +201,19 @@ def test_ids_on_a_device_are_read_once_a_run(monkeypatch: pytest.MonkeyPatch) ->
 
 @needs("Flux2KleinKVPipeline")
 def test_cached_keys_are_refused() -> None:
+    """Also in every call after the patch, until it is taken out: then the pipeline draws what it draws without one."""
+    picture, text = image(64, 64), torch.rand(1, 12, 8, generator=generator())
     parts = tiny_transformers.flux2().components
-    pipe = diffusers.Flux2KleinKVPipeline(**parts)
-    with pytest.raises(ElfattError, match="Flux2KVAttnProcessor keeps keys and values of reference images"):
-        elfatt_sd.apply_patch(pipe)
-    assert not elfatt_sd.is_patched(pipe)
-
-
-@needs("Flux2KleinKVPipeline")
-def test_cached_keys_after_the_patch_are_refused() -> None:
-    """In every call, until the patch is taken out: then the pipeline draws what it draws without one."""
-    picture = image(64, 64)
-    text = torch.rand(1, 12, 8, generator=generator())
 
     def draw(transformer: Any) -> torch.Tensor:
         pipe = diffusers.Flux2KleinKVPipeline(**{**parts, "transformer": transformer})
         pipe.set_progress_bar_config(disable=True)
         return tiny_transformers.runner(pipe, prompt_embeds=text, height=32, width=48, image=picture)()
 
-    parts = tiny_transformers.flux2().components
+    pipe = diffusers.Flux2KleinKVPipeline(**tiny_transformers.flux2().components)
+    with pytest.raises(ElfattError, match="Flux2KVAttnProcessor keeps keys and values of reference images"):
+        elfatt_sd.apply_patch(pipe)
+    assert not elfatt_sd.is_patched(pipe)
     expected = draw(copy.deepcopy(parts["transformer"]))
     first = elfatt_sd.apply_patch(diffusers.Flux2KleinPipeline(**parts), "elfatt")
     for _ in range(2):
@@ -215,17 +226,13 @@ def test_cached_keys_after_the_patch_are_refused() -> None:
 @needs("QwenImagePipeline")
 def test_padded_text() -> None:
     """Texts of different lengths: the keys of padding are masked."""
-    short = torch.ones(2, tiny_transformers.TEXT, dtype=torch.long)
+    short = torch.ones(2, TEXT, dtype=torch.long)
     short[0, 4:] = 0
-    given = {"prompt_embeds": tiny_transformers.embeds().repeat(2, 1, 1), "prompt_embeds_mask": short}
-    given |= {
-        "negative_prompt_embeds": tiny_transformers.embeds(1).repeat(2, 1, 1),
-        "negative_prompt_embeds_mask": short.flip(0),
-    }
+    given = {"prompt_embeds": embeds().repeat(2, 1, 1), "prompt_embeds_mask": short}
+    given |= {"negative_prompt_embeds": embeds(1).repeat(2, 1, 1), "negative_prompt_embeds_mask": short.flip(0)}
     pipe, run = tiny_transformers.qwen_image(**given)
-    checks.check_all_keys(pipe, run)
-    checks.check_methods(pipe, run)
-    padding = tiny_transformers.embeds().repeat(2, 1, 1)
+    check(pipe, run)
+    padding = embeds().repeat(2, 1, 1)
     padding[0, 4:] = 3.0
     with elfatt_sd.patched(pipe, FEW):
         assert torch.equal(run(), run(prompt_embeds=padding))
@@ -238,11 +245,7 @@ def test_half_precision(guided: bool) -> None:
     pipe, run = tiny_transformers.qwen_image(**({} if guided else {"true_cfg_scale": 1.0}))
     pipe.to(torch.bfloat16)
     given = {name: value.bfloat16() for name, value in run.given.items() if name.endswith("embeds")}  # type: ignore[attr-defined]
-
-    def made(**options: Any) -> torch.Tensor:
-        return run(**given, **options)
-
-    checks.check_steps(pipe, made, layers=2, calls=1 + guided, counts=(4, 28))
+    checks.check_steps(pipe, lambda **options: run(**given, **options), layers=2, calls=1 + guided, counts=(4, 28))
 
 
 @pytest.mark.parametrize("residual_steps", [1, 3])
@@ -252,12 +255,11 @@ def test_skip_layer_guidance(residual_steps: int) -> None:
     skips = {"num_inference_steps": 6, "skip_guidance_layers": [0], "skip_layer_guidance_start": 0.2}
     untouched = run(**skips, skip_layer_guidance_stop=1.0)
     assert not torch.equal(untouched, run(num_inference_steps=6))
-    phase = Phase(1.0, "cell_spread", block_size=tiny_transformers.TEXT * 100, residual_steps=residual_steps)
-    with elfatt_sd.patched(pipe, PatchConfig("all", (phase,))), recorded() as calls:
+    whole = config("cell_spread", block_size=TEXT * 100, residual_steps=residual_steps)
+    with elfatt_sd.patched(pipe, whole), recorded() as calls:
         found = run(**skips, skip_layer_guidance_stop=1.0)
     torch.testing.assert_close(found, untouched, atol=1e-5, rtol=1e-4)
-    per_layer = sorted(calls.values())
-    assert per_layer == ([6, 6, 6 + 4] if residual_steps == 1 else per_layer)
+    assert residual_steps > 1 or sorted(calls.values()) == [6, 6, 6 + 4]
     with elfatt_sd.patched(pipe, checks.HALF), recorded() as calls:
         run(**skips, skip_layer_guidance_stop=0.5)
     assert sorted(calls.values()) == [3, 3, 3 + 1]
@@ -282,35 +284,28 @@ def test_guidance_shares_a_difference() -> None:
     pipe, run = tiny_transformers.z_image()
     found: list[tuple[torch.Tensor, ...]] = []
     pipe.transformer.register_forward_hook(lambda module, given, output: found.append(output[0]))
-    shared = PatchConfig("shared", (Phase(1.0, "sampled", keys=8, residual_steps=2),))
-    first = {}
-    for name, config in {
-        "exact": PatchConfig("sd"),
-        "shared": shared,
-        "guided": shared.with_settings(residual_guidance=True),
-    }.items():
+    shared, first = config("sampled", keys=8, residual_steps=2), []
+    for each in (PatchConfig("sd"), shared, shared.with_settings(residual_guidance=True)):
         found.clear()
-        with elfatt_sd.patched(pipe, config):
+        with elfatt_sd.patched(pipe, each):
             assert torch.isfinite(run(num_inference_steps=4)).all()
-        first[name] = found[0]
-    for row in (0, 1):
-        torch.testing.assert_close(first["shared"][row], first["exact"][row], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(first["guided"][1], first["exact"][1], atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(first["guided"][0], first["exact"][0], atol=1e-4)
+        first.append(found[0])
+    exact, other, guided = first
+    for row, own in ((0, other), (1, other), (1, guided)):
+        torch.testing.assert_close(own[row], exact[row], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(guided[0], exact[0], atol=1e-4)
 
 
 @needs("ZImagePipeline")
 def test_texts_of_different_lengths() -> None:
     """Rows that are longer than others are masked in these."""
-    texts = {"prompt_embeds": [tiny_transformers.embeds()[0], tiny_transformers.embeds(2, 40)[0]]}
-    texts["negative_prompt_embeds"] = [tiny_transformers.embeds(1, 70)[0], tiny_transformers.embeds(1)[0]]
+    texts = {"prompt_embeds": [embeds()[0], embeds(2, 40)[0]]}
+    texts["negative_prompt_embeds"] = [embeds(1, 70)[0], embeds(1)[0]]
     pipe, run = tiny_transformers.z_image(**texts)
-    checks.check_all_keys(pipe, run)
-    checks.check_methods(pipe, run)
+    check(pipe, run)
     alone = {name: [text[1]] for name, text in texts.items()}
     latents = torch.randn(2, 4, 12, 8, generator=generator())
-    phase = Phase(1.0, "cell_spread", block_size=8)
-    with elfatt_sd.patched(pipe, PatchConfig("few", (phase,))):
+    with elfatt_sd.patched(pipe, config("cell_spread", block_size=8)):
         both, one = run(latents=latents), run(**alone, latents=latents[1:])
     torch.testing.assert_close(both[1:], one, atol=1e-4, rtol=1e-3)
 
@@ -321,25 +316,14 @@ def test_guidance_that_ends_early(residual_steps: int) -> None:
     """Later calls have one row in place of two: what the others kept is not for them."""
     pipe, run = tiny_transformers.z_image(cfg_truncation=0.4)
     untouched = run(num_inference_steps=8)
-    rows: list[int] = []
-    handle = pipe.transformer.register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    phase = Phase(1.0, "cell_spread", block_size=checks.MANY, residual_steps=residual_steps)
-    with elfatt_sd.patched(pipe, PatchConfig("all", (phase,))):
+    rows: set[int] = set()
+    handle = pipe.transformer.register_forward_pre_hook(lambda module, args: rows.add(len(args[0])))
+    with elfatt_sd.patched(pipe, config("cell_spread", block_size=checks.MANY, residual_steps=residual_steps)):
         found = run(num_inference_steps=8)
     handle.remove()
-    assert sorted(set(rows)) == [1, 2]
+    assert rows == {1, 2}
     torch.testing.assert_close(found, untouched, atol=1e-5, rtol=1e-4)
     checks.check_steps(pipe, run, layers=2, counts=(4, 28))
-
-
-def several(lengths: tuple[int, int]) -> dict[str, Any]:
-    """Two rows: a text for an image that is given, and one for an image to be made."""
-    rows = [[torch.rand(4, 1, 8, 6), torch.rand(4, 1, 12, 8)] for _ in lengths]
-    texts = [
-        [torch.rand(5, tiny_transformers.WIDTH), torch.rand(length, tiny_transformers.WIDTH)] for length in lengths
-    ]
-    noise = {"image_noise_mask": [[0, 1]] * 2, "siglip_feats": [None] * 2}
-    return {"x": rows, "t": torch.tensor([0.3, 0.3]), "cap_feats": texts, **noise}
 
 
 @needs("ZImageOmniPipeline")
@@ -350,52 +334,35 @@ def test_rows_of_several_images(encoded: bool) -> None:
     given = several((7, 20))
     if encoded:
         given["siglip_feats"] = [[torch.rand(3, 2, 6), None]] * 2
-
-    def run() -> torch.Tensor:
-        with torch.no_grad():
-            return torch.stack(list(model(**given, return_dict=False)[0]))
-
-    checks.check_all_keys(model, run)
-    checks.check_methods(model, run)
-    call = family_of(model).call(model, (), given)
-    assert (call.grid, call.before) == (Grid.image(6, 4), 32 + 32 + 32)
+    check(model, calling(model, given))
+    found = family_of(model).call(model, (), given)
+    assert (found.grid, found.before) == (Grid.image(6, 4), 32 + 32 + 32)
 
 
 @needs("WanPipeline")
 def test_wan_goes_on_in_a_second_transformer() -> None:
+    """Also with that one alone; one that is not known is refused."""
     pipe, run = tiny_transformers.wan(second=True)
     assert list(find_denoisers(pipe)) == ["transformer", "transformer_2"]
-    checks.check_all_keys(pipe, run)
-    checks.check_methods(pipe, run)
+    check(pipe, run)
     checks.check_steps(pipe, run, layers=2, calls=2, counts=(4, 28))
     single, both = (elfatt_sd.plan(each, "elfatt-fast", **VIDEO) for each in (tiny_transformers.wan()[0], pipe))
     assert len(both.layers) == 2 * len(single.layers)
     assert both.multiply_adds_before == single.multiply_adds_before, "a step calls one of them"
     assert (both.call.before, both.call.after) == (single.call.before, single.call.after)
     for residual_steps in (2, 3):
-        config = PatchConfig("shared", (Phase(1.0, "cell_spread", block_size=8, residual_steps=residual_steps),))
-        with elfatt_sd.patched(pipe, config), recorded() as calls:
+        shared = config("cell_spread", block_size=8, residual_steps=residual_steps)
+        with elfatt_sd.patched(pipe, shared), recorded() as calls:
             assert torch.isfinite(run(num_inference_steps=8)).all()
         assert calls
-
-
-@needs("WanPipeline")
-def test_wan_with_its_second_transformer_alone() -> None:
-    both, run = tiny_transformers.wan(second=True)
-    pipe = tiny_transformers.pipeline("WanPipeline", None, both.transformer_2, boundary_ratio=1.01)
-    assert list(find_denoisers(pipe)) == ["transformer_2"]
-    run = tiny_transformers.runner(pipe, **run.given)  # type: ignore[attr-defined]
-    checks.check_methods(pipe, run)
-    checks.check_steps(pipe, run, layers=2, calls=2, counts=(4,))
-    assert {layer.denoiser for layer in elfatt_sd.plan(pipe, "elfatt-fast", **VIDEO).layers} == {"transformer_2"}
-
-
-@needs("WanPipeline")
-def test_a_second_transformer_that_is_not_known_is_refused() -> None:
-    pipe, _ = tiny_transformers.wan(second=True)
-    pipe.transformer_2 = torch.nn.Linear(1, 1)
-    before = dict(pipe.transformer.attn_processors)
-    with pytest.raises(elfatt_sd.ElfattError, match="Linear cannot be patched"):
+    alone = tiny_transformers.pipeline("WanPipeline", None, pipe.transformer_2, boundary_ratio=1.01)
+    assert list(find_denoisers(alone)) == ["transformer_2"]
+    run = tiny_transformers.runner(alone, **run.given)  # type: ignore[attr-defined]
+    checks.check_methods(alone, run)
+    checks.check_steps(alone, run, layers=2, calls=2, counts=(4,))
+    assert {layer.denoiser for layer in elfatt_sd.plan(alone, "elfatt-fast", **VIDEO).layers} == {"transformer_2"}
+    pipe.transformer_2, before = torch.nn.Linear(1, 1), dict(pipe.transformer.attn_processors)
+    with pytest.raises(ElfattError, match="Linear cannot be patched"):
         elfatt_sd.apply_patch(pipe)
     assert pipe.transformer.attn_processors == before
 
@@ -412,20 +379,11 @@ def test_wan_with_a_timestep_for_each_token() -> None:
 @needs("HunyuanVideo15Pipeline")
 def test_hunyuan_video_15_with_padded_text() -> None:
     """A call of the model alone: text of two encoders and of an image; its padding is moved to one end."""
-    model = tiny_transformers.hunyuan_video_15()[0].transformer
-    family = family_of(model)
-    generator = torch.Generator().manual_seed(0)
-    given = family.arguments(model, Grid(3, 6, 4), 1, lambda *size: torch.rand(size, generator=generator))
+    model, chance = tiny_transformers.hunyuan_video_15()[0].transformer, torch.Generator().manual_seed(0)
+    given = family_of(model).arguments(model, Grid(3, 6, 4), 1, lambda *size: torch.rand(size, generator=chance))
     given["encoder_attention_mask"][:, 9:] = 0
     given["encoder_attention_mask_2"][:, 5:] = 0
-
-    def run() -> torch.Tensor:
-        with torch.no_grad():
-            made: torch.Tensor = model(**given, return_dict=False)[0]
-        return made
-
-    checks.check_all_keys(model, run)
-    checks.check_methods(model, run)
+    check(model, calling(model, given))
 
 
 @dataclass(frozen=True)
@@ -441,35 +399,160 @@ class Values(Attention):
         return size.projections(size.tokens, size.tokens)
 
 
+def moved(module: Any, args: Any, given: dict[str, Any]) -> Any:
+    given["video_coords"] = given["video_coords"].roll(1, 2)
+    return args, given
+
+
 @needs("LTXConditionPipeline")
-def test_an_attention_that_sees_no_tokens_of_given_frames(folder: Path) -> None:
-    """It leaves the layers exact, and says so."""
-    pipe, run = ROWS["LTX, first and last frame"].make(folder)
+@pytest.mark.parametrize(
+    ("row", "method", "change", "says"),
+    [
+        ("first and last frame", Values(), None, "tokens besides those of 3x8x8, and 'values' sees none"),
+        ("first frame", "elfatt", moved, "not a grid of rows and columns"),
+    ],
+)
+def test_given_frames_that_keep_layers_exact(folder: Path, row: str, method: Any, change: Any, says: str) -> None:
+    """An attention that sees no tokens but the video's, or coordinates that are none of a grid: with a warning."""
+    pipe, run = ROWS[f"LTX, {row}"].make(folder)
+    if change is not None:
+        pipe.transformer.register_forward_pre_hook(change, with_kwargs=True)
     untouched = run()
-    elfatt_sd.apply_patch(pipe, Values())
-    with recorded() as calls, warnings.catch_warnings(record=True) as told:
+    with elfatt_sd.patched(pipe, method), recorded() as calls, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert torch.equal(run(), untouched)
     assert not calls
-    assert any("tokens besides those of 3x8x8, and 'values' sees none" in str(each.message) for each in told)
-    elfatt_sd.remove_patch(pipe)
+    assert any(says in str(each.message) for each in told)
 
 
-@needs("LTXConditionPipeline")
-def test_coordinates_that_are_none_of_a_grid(folder: Path) -> None:
-    """The layers stay exact, with a warning."""
-    pipe, run = ROWS["LTX, first frame"].make(folder)
-    untouched = run()
+# Merging, in families where positions are added to the image tokens: Stable Diffusion 3, PixArt.
 
-    def moved(module: Any, args: Any, given: dict[str, Any]) -> Any:
-        given["video_coords"] = given["video_coords"].roll(1, 2)
-        return args, given
 
-    handle = pipe.transformer.register_forward_pre_hook(moved, with_kwargs=True)
-    turned = run()
-    with elfatt_sd.patched(pipe, "elfatt"), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        assert torch.equal(run(), turned)
-    assert any("not a grid of rows and columns" in str(each.message) for each in told)
-    handle.remove()
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_on_pixart_and_is_taken_back(method: Any) -> None:
+    pipe, run = tiny_transformers.pixart_run()
+    before, untouched = dict(pipe.transformer.attn_processors), run()
+    with recorded() as calls, elfatt_sd.patched(pipe, method, active_fraction=0.5):
+        found = run()
+    assert bool(calls) == (method != "sd")
+    assert torch.equal(found, untouched) == (method == "sd")
+    assert torch.isfinite(found).all()
+    assert dict(pipe.transformer.attn_processors) == before
     assert torch.equal(run(), untouched)
+
+
+def test_merging_by_similarity_reads_the_blocks_input() -> None:
+    pipe, run = tiny_transformers.pixart_run()
+    elfatt_sd.apply_patch(pipe, "tome")
+    seen: list[bool] = []
+    layer: Any = find_layers(pipe.transformer)[0].attention.elfatt_state
+    layer.layer.attention.to_q.register_forward_pre_hook(
+        lambda *_: seen.append(layer.state.candidates is not None or layer.state.block_input is not None)
+    )
+    run()
+    assert seen and all(seen)
+
+
+def test_a_processor_that_is_not_known_is_left_alone() -> None:
+    pipe, _ = tiny_transformers.pixart_run()
+    pipe.transformer.transformer_blocks[0].attn1.set_processor(type("Other", (AttnProcessor2_0,), {})())
+    with pytest.warns(UserWarning, match="1 layers are left alone") as warned:
+        elfatt_sd.apply_patch(pipe, "tome")
+    assert warned[0].filename == __file__  # Python shows a text once for each line of the user's
+
+
+def test_pixart_is_timed_in_benches(tmp_path: Path) -> None:
+    """Beside its floor, and without tomesd, which patches UNets alone."""
+    from elfatt_sd.benchmarking import pipeline, unet
+
+    model = str(tmp_path / "pixart")
+    tiny_transformers.pixart(tmp_path).save_pretrained(model)
+    options: dict[str, Any] = {"methods": ["tome", "elfatt-fast"], "sizes": [32], "repeats": 1, "device": "cpu"}
+    for rows in (unet(model, memory=[], **options)["rows"], pipeline(model, steps=2, memory=False, **options)["rows"]):
+        methods = {row["method"] for row in rows}
+        assert {"untouched", "tome", "elfatt-fast"} <= methods and "tomesd" not in methods
+        assert all(row["seconds"] > 0 for row in rows)
+
+
+def alike(cells: int = 0) -> tuple[Any, Callable[[], torch.Tensor]]:
+    """A Stable Diffusion 3 without positions, and its call with tokens that are all alike, or in cells of four."""
+    model = tiny_transformers.sd3(num_layers=2)[0].transformer
+    model.pos_embed.pos_embed.zero_()
+    given = family_of(model).arguments(model, Grid.image(6, 4), 2, torch.rand)
+    if cells:
+        given["hidden_states"] = torch.rand(2, 4, 3, 2).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    else:
+        given["hidden_states"] = torch.ones_like(given["hidden_states"])
+    return model, calling(model, given)
+
+
+@pytest.mark.parametrize(("attention", "ratio"), [("softmax", 0.25), ("softmax", 0.75), ("agent", 0.5)])
+def test_merged_tokens_weigh_beside_text_what_they_did(attention: Any, ratio: float) -> None:
+    """Tokens that are all alike are merged into their like: nothing changes, for image and text."""
+    model, run = alike()
+    untouched = run()
+    elfatt_sd.apply_patch(model, config(attention, ratio=ratio, agents=4))
+    with recorded() as calls:
+        torch.testing.assert_close(run(), untouched, atol=1e-5, rtol=1e-4)
+    assert calls
+
+
+def test_text_sees_a_merged_token_as_often_as_those_that_it_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells of four tokens that are alike; half of the tokens are merged into their like, in groups of one to four."""
+    model, run = alike(cells=4)
+    seen: list[torch.Tensor] = []
+    model.transformer_blocks[0].attn.register_forward_hook(lambda *given: seen.append(given[-1][1]))
+    run()
+    elfatt_sd.apply_patch(model, HALF_MERGED)
+    read, sizes = Matching.sizes.fget, set[int]()  # type: ignore[attr-defined]
+    monkeypatch.setattr(Matching, "sizes", property(lambda one: sizes.update(read(one)[0].int().tolist()) or read(one)))
+    run()
+    assert len(sizes) > 1
+    torch.testing.assert_close(seen[1], seen[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("attention", "order"), [("softmax", "sequence"), ("elfatt", "windows"), ("block", "windows")])
+def test_merging_and_what_it_takes(attention: Any, order: Any) -> None:
+    """Image tokens are merged before each layer, text is not. What that takes is measured in a first, exact step."""
+    pipe, run = tiny_transformers.sd3()
+    alone = config(attention, ratio=0.5, block_size=4, agents=4, block_order=order)
+    shared = PatchConfig("shared", (dataclasses.replace(alone.phases[0], residual_steps=3),))
+    first: list[torch.Tensor] = []
+    pipe.transformer.register_forward_hook(lambda *given: first.append(given[-1][0]))
+    for steps in (3, 6):
+        exact, errors = run(num_inference_steps=steps), []
+        for each in (alone, shared):
+            with recorded() as calls, elfatt_sd.patched(pipe, each):
+                found = run(num_inference_steps=steps)
+            assert calls and torch.isfinite(found).all() and not torch.equal(found, exact)
+            errors.append((found - exact).norm())
+        assert errors[1] < errors[0] or attention == "block"
+    assert torch.equal(run(num_inference_steps=6), exact)
+    assert torch.equal(first[6], first[0]) and not torch.equal(first[7], first[1]), "of three steps: shared, and exact"
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_merging_compiles() -> None:
+    """And what it takes is measured in compiled code."""
+    pipe, run = tiny_transformers.sd3()
+    phase = {"ratio": 0.5, "block_size": 4, "agents": 4, "block_order": "windows", "residual_steps": 2}
+    elfatt_sd.apply_patch(pipe, config("elfatt", **phase))
+    eager = run()
+    pipe.transformer.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(run(), eager, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"dual_attention_layers": (0,)}])
+def test_merging_in_a_controlnet(changes: dict[str, Any]) -> None:
+    net = sd3_controlnet(**changes)
+    elfatt_sd.apply_patch(net, HALF_MERGED)
+    with recorded() as calls:
+        assert calling(net, family_of(net).arguments(net, Grid.image(6, 4), 2, torch.rand))().isfinite().all()
+    assert len(calls) == 1 + len(changes)
+
+
+def test_fused_projections() -> None:
+    """Of 3 and 3.5 large; diffusers itself cannot call a second attention with those."""
+    pipe, run = tiny_transformers.sd3(dual_attention_layers=())
+    pipe.transformer.fuse_qkv_projections()
+    check(pipe, run)

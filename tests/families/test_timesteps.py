@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import diffusers
@@ -18,31 +19,49 @@ from elfatt_sd.runtime import schedule as module
 from elfatt_sd.runtime.schedule import BEYOND, Position, Schedule
 
 
+def set_up(name: str = "EulerDiscreteScheduler", steps: int = 10, **extra: Any) -> Any:
+    chosen = scheduler(name, extra)
+    chosen.set_timesteps(steps)
+    return chosen
+
+
+def of(chosen: Any) -> Schedule:
+    return Schedule(lambda: chosen)
+
+
+def steps(count: int, first: int = 0, calls: int = 1) -> list[Position]:
+    return [Position(step, count) for step in range(first, count) for _ in range(calls)]
+
+
+def locate(schedule: Schedule, values: Iterable[Any], unit: int | None = None) -> list[Position | None]:
+    return [schedule.locate(value, unit) for value in values]
+
+
 def test_copied_timesteps_are_found_by_value_in_order() -> None:
-    chosen = scheduler("PNDMScheduler", {"skip_prk_steps": True, "steps_offset": 1})
-    chosen.set_timesteps(5)
-    schedule = Schedule(lambda: chosen)
+    """Also where one value occurs twice, and where a step takes two calls."""
+    chosen = set_up("PNDMScheduler", 5, skip_prk_steps=True, steps_offset=1)
+    schedule = of(chosen)
     for _ in range(2):
-        located = [schedule.locate(int(timestep)) for timestep in chosen.timesteps]
-        assert located == [Position(index, 6) for index in range(6)]  # one value occurs twice
+        assert locate(schedule, map(int, chosen.timesteps)) == steps(6)
+    chosen = set_up("HeunDiscreteScheduler", 6)
+    schedule = of(chosen)
+    for _ in range(2):
+        assert locate(schedule, [int(each) for each in chosen.timesteps for _ in range(2)]) == steps(11, calls=2)
 
 
 def test_a_timestep_on_no_schedule_has_the_place_of_its_noise_level() -> None:
     """As in training, or in score distillation; whatever step the scheduler has come to."""
-    for name in ("DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler"):
-        chosen: Any = scheduler(name, {"steps_offset": 1})
-        chosen.set_timesteps(10)
-        for index in (None, 3, 10):  # none yet, that of a run that was broken off, the end
-            chosen._step_index = index
-            schedule = Schedule(lambda chosen=chosen: chosen)
-            found = [schedule.locate(value) for value in (437, torch.tensor([437, 437]), 5)]
-            assert found == [Position(562, 1000, False)] * 2 + [Position(994, 1000, False)]
-            assert schedule.locate(5000) == BEYOND
+    names = ("DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler")
+    for name, index in itertools.product(names, (None, 3, 10)):  # none yet, that of a run broken off, the end
+        chosen = set_up(name, steps_offset=1)
+        chosen._step_index = index
+        found = locate(of(chosen), (437, torch.tensor([437, 437]), 5, 5000))
+        assert found == [place(437), place(437), place(5), BEYOND]
 
 
-@pytest.mark.parametrize("value", [0.3, -1.25, 1.15, 14.6, 1000, 1e9, math.nan, math.inf])
-def test_a_value_in_an_unknown_unit_is_beyond_the_last_phase(value: float) -> None:
-    assert Schedule(lambda: None).locate(value) == BEYOND
+def test_a_value_in_an_unknown_unit_is_beyond_the_last_phase() -> None:
+    for value in (0.3, -1.25, 1.15, 14.6, 1000, 1e9, math.nan, math.inf):
+        assert of(None).locate(value) == BEYOND
     assert Schedule(lambda: None, trained_on_noise_levels=True).locate(437) == BEYOND
 
 
@@ -58,33 +77,24 @@ def test_a_value_in_an_unknown_unit_is_beyond_the_last_phase(value: float) -> No
     ids=["fraction", "from the end", "noise level", "quarter of its logarithm", "a batch of it"],
 )
 def test_other_parametrisations_are_known(unit: Any) -> None:
-    chosen = scheduler("EulerDiscreteScheduler", {})
-    chosen.set_timesteps(20)
-    schedule = Schedule(lambda: chosen)
+    chosen = set_up(steps=20)
+    schedule = of(chosen)
     for _ in range(2):
-        assert [schedule.locate(unit(chosen, i)) for i in range(20)] == [Position(i, 20) for i in range(20)]
+        assert locate(schedule, (unit(chosen, i) for i in range(20))) == steps(20)
 
 
-def test_timesteps_between_those_of_a_scheduler_that_does_not_count() -> None:
-    """As k-diffusion's samplers work them out of noise levels."""
-    chosen = scheduler("EulerDiscreteScheduler", {})
-    chosen.set_timesteps(10)
-    schedule = Schedule(lambda: chosen)
-    assert [schedule.locate(value) for value in (910.3, 437.26)] == [
-        Position(88, 1000, False),
-        Position(561, 1000, False),
-    ]
+def test_a_loop_between_timesteps_stays_in_timesteps_to_its_end() -> None:
+    """As k-diffusion's samplers work them out of noise levels; the last ones could be noise levels as well."""
+    chosen = set_up()
+    level, schedule = float(chosen.sigmas[6]), of(chosen)
+    values = (910.3, 437.26, 31.2, 12.4, level, 0.7)
+    for _ in range(2):
+        *found, last = locate(schedule, (*values, 0.0))
+        assert found == [place(value) for value in values]
+        assert last is not None and last != BEYOND
     assert schedule.locate(-0.7) == BEYOND
-    assert schedule.locate(14.2) == BEYOND, "a timestep, or a noise level"
-
-
-def test_random_timesteps_are_no_schedule() -> None:
-    """Views of a batch of timesteps that was drawn for training."""
-    drawn = torch.tensor([437, 12, 990, 3])
-    schedule = Schedule(lambda: None)
-    assert [schedule.locate(timestep) for timestep in drawn] == [
-        Position(999 - int(value), 1000, False) for value in drawn
-    ]
+    assert schedule.locate(14.2) == BEYOND, "another loop, which may be in noise levels"
+    assert of(chosen).locate(level) == Position(6, 10)
 
 
 @pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "IPNDMScheduler"])
@@ -93,7 +103,7 @@ def test_the_counter_of_a_run_that_was_broken_off_places_nothing(name: str, valu
     """Its own timesteps come before; a value on no schedule has its place, or none."""
     chosen: Any = scheduler(name, {}) if name != "IPNDMScheduler" else diffusers.IPNDMScheduler()
     chosen.set_timesteps(10)
-    schedule = Schedule(lambda: chosen)
+    schedule = of(chosen)
     for timestep in chosen.timesteps[:4]:
         schedule.locate(timestep)
         chosen.step(torch.zeros(1), timestep, torch.zeros(1))
@@ -106,12 +116,12 @@ def test_the_counter_of_a_run_that_was_broken_off_places_nothing(name: str, valu
 
 
 @pytest.mark.parametrize("name", ["DDIMScheduler", "EulerDiscreteScheduler", "HeunDiscreteScheduler"])
-def test_a_loop_in_noise_levels_of_ones_own_has_no_place(name: str) -> None:
-    """On a scheduler that is never stepped, and so would stay at its first step."""
-    chosen = scheduler(name, {})
-    chosen.set_timesteps(10)
-    schedule = Schedule(lambda: chosen)
-    assert {schedule.locate(sigma) for sigma in (14.2, 9.1, 5.0, 2.3, 0.9, 0.2)} == {BEYOND}
+def test_loops_in_noise_levels(name: str) -> None:
+    """Ones own has no place, on a scheduler that is never stepped; the scheduler's end where the last step leads."""
+    chosen = set_up(name)
+    assert {*locate(of(chosen), (14.2, 9.1, 5.0, 2.3, 0.9, 0.2))} == {BEYOND}
+    if name != "DDIMScheduler":
+        assert locate(of(chosen), chosen.sigmas[:-1]) == steps(len(chosen.timesteps))
 
 
 class Copies:
@@ -144,19 +154,17 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
 @torch.no_grad()
 def test_a_copy_on_the_device_is_of_the_schedulers_step(copies: Copies) -> None:
     """Where the scheduler counts, and a run is going on; a step may take several calls. The first copy is read."""
-    chosen: Any = scheduler("EulerDiscreteScheduler", {})
-    chosen.set_timesteps(5)
-    schedule, located = Schedule(lambda: chosen), []
+    chosen = set_up(steps=5)
+    schedule, located = of(chosen), []
     for index, timestep in enumerate(chosen.timesteps.tolist()):
         chosen._step_index = index or None
         copy = copies.of(timestep, index % 2)
-        located += [schedule.locate(copy) for _ in range(2)]
-        located.append(schedule.locate(-0.123))  # of its own making
+        located += locate(schedule, (copy, copy, -0.123))  # the last of its own making
     assert located == [place for i in range(5) for place in (Position(i, 5), Position(i, 5), BEYOND)]
     assert copies.read == [chosen.timesteps[0]]
     chosen._step_index = 5
     assert schedule.locate(copies.of(1.0)) is None, "the run is over"
-    assert Schedule(lambda: scheduler("DDIMScheduler", {})).locate(copies.of(1)) is None
+    assert of(scheduler("DDIMScheduler", {})).locate(copies.of(1)) is None
     chosen._step_index = 2
     with torch.enable_grad():
         assert schedule.locate(copies.of(1.0)) is None, "in training"
@@ -165,31 +173,25 @@ def test_a_copy_on_the_device_is_of_the_schedulers_step(copies: Copies) -> None:
 @torch.no_grad()
 def test_a_copy_in_a_buffer_is_read_where_the_scheduler_does_not_count(copies: Copies) -> None:
     """A loop of ones own that does not call the scheduler's step."""
-    chosen: Any = scheduler("EulerDiscreteScheduler", {})
-    chosen.set_timesteps(5)
-    schedule, buffer, located = Schedule(lambda: chosen), copies.of(None), []
+    chosen = set_up(steps=5)
+    schedule, buffer, located = of(chosen), copies.of(None), []
     for timestep in chosen.timesteps.tolist():
         buffer.zero_()  # writes it, as far as PyTorch knows
         copies._known[id(buffer)] = buffer, timestep
-        located += [schedule.locate(buffer) for _ in range(2)]
+        located += locate(schedule, (buffer, buffer))
     assert [each and each.step for each in located] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
 
 @torch.no_grad()
 def test_a_copy_on_the_device_that_is_not_of_the_counted_step(copies: Copies) -> None:
     """After a run that was broken off, beside one that goes on, or on a scheduler that is never stepped."""
-    chosen: Any = scheduler("EulerDiscreteScheduler", {})
-    chosen.set_timesteps(5)
+    chosen = set_up(steps=5)
     values = chosen.timesteps.tolist()
-    schedule = Schedule(lambda: chosen)
-    assert [schedule.locate(copies.of(value, i % 2)) for i, value in enumerate(values)] == [
-        Position(i, 5) for i in range(5)
-    ]
-    schedule = Schedule(lambda: chosen)
-    for timestep in chosen.timesteps[:3]:
-        schedule.locate(timestep)
+    assert locate(of(chosen), (copies.of(value, i % 2) for i, value in enumerate(values))) == steps(5)
+    schedule = of(chosen)
+    locate(schedule, chosen.timesteps[:3])
     chosen._step_index = 3
-    assert schedule.locate(copies.of(437)) == Position(562, 1000, False)
+    assert schedule.locate(copies.of(437)) == place(437)
     assert schedule.locate(copies.of(None)) is None, "another for each image"
     assert schedule.locate(chosen.timesteps[3]) == Position(3, 5) and schedule.run.first == 0
 
@@ -197,10 +199,8 @@ def test_a_copy_on_the_device_that_is_not_of_the_counted_step(copies: Copies) ->
 @torch.no_grad()
 def test_copies_on_the_device_of_two_schedulers(copies: Copies) -> None:
     """Read at their beginning where a function holds one of them, and in every step where it holds both."""
-    one, other = (scheduler("EulerDiscreteScheduler", {}) for _ in range(2))
-    one.set_timesteps(5)
-    other.set_timesteps(7)
-    schedule = Schedule(lambda: None)
+    one, other = set_up(steps=5), set_up(steps=7)
+    schedule = of(None)
 
     def copy_of(chosen: Any, step: int) -> Any:
         chosen._step_index = step
@@ -221,18 +221,15 @@ def test_copies_on_the_device_of_two_schedulers(copies: Copies) -> None:
 
 
 def test_the_device_is_read_once_a_run_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = scheduler("DDIMScheduler", {})
-    chosen.set_timesteps(4)
-    schedule = Schedule(lambda: chosen)
+    schedule, (first, *others) = of(chosen := set_up("DDIMScheduler", 4)), chosen.timesteps.unbind()
 
     def forbidden(*args: Any) -> Any:
         raise AssertionError("a value was read off the device")
 
-    first, *others = chosen.timesteps.unbind()
     assert schedule.locate(first) == Position(0, 4)
     for name in ("item", "tolist", "__int__", "__float__", "__bool__", "cpu", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, forbidden)
-    assert [schedule.locate(timestep) for timestep in others] == [Position(i, 4) for i in range(1, 4)]
+    assert locate(schedule, others) == steps(4, first=1)
 
 
 @pytest.mark.parametrize(
@@ -240,17 +237,18 @@ def test_the_device_is_read_once_a_run_at_most(monkeypatch: pytest.MonkeyPatch) 
     [
         torch.arange(1000),
         torch.tensor([3, 12, 437, 990]),
+        torch.tensor([437, 12, 990, 3]),
         torch.tensor([990, 437, 12, 3, 2, 1]),
         torch.tensor([600, 400, 200, 100]),
         torch.tensor([14.2, 9.1, 5.0, 2.3, 0.9, 0.2]),
         torch.tensor([990, 990, 990]),
         torch.tensor([999, 998, 3]),
     ],
-    ids=["rising", "sorted", "uneven", "begins at less noise", "noise levels", "one value", "one wide step"],
+    ids=["rising", "sorted", "drawn", "uneven", "begins at less noise", "noise levels", "one value", "one wide step"],
 )
 def test_what_is_no_schedule(timesteps: torch.Tensor) -> None:
     """As batches drawn for training, sorted or not."""
-    schedule = Schedule(lambda: None)
+    schedule = of(None)
     for timestep in timesteps[:6]:
         value = timestep.item()
         assert schedule.locate(timestep) == (BEYOND if value < 20 and type(value) is float else place(value))
@@ -258,24 +256,17 @@ def test_what_is_no_schedule(timesteps: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("name", "extra"), SCHEDULERS, ids=IDS)
-@pytest.mark.parametrize("steps", [4, 7, 50])
-@pytest.mark.parametrize("patched_with", ["DDIMScheduler", None])
-def test_the_timesteps_of_another_scheduler_are_a_schedule(
-    name: str, extra: dict[str, Any], steps: int, patched_with: str | None
-) -> None:
+def test_the_timesteps_of_another_scheduler_are_a_schedule(name: str, extra: dict[str, Any]) -> None:
     """As those of a second pipeline around the same UNet; also from the middle on, as for image to image."""
-    own = scheduler(patched_with, {}) if patched_with else None
-    other = scheduler(name, extra)
-    other.set_timesteps(steps)
-    schedule = Schedule(lambda: own)
-    for first in (0, len(other.timesteps) // 2):
-        calls = range(first, len(other.timesteps))
-        found = [schedule.locate(timestep) for timestep in other.timesteps[first:]]
-        assert found == [Position(index, len(other.timesteps)) for index in calls]
+    for count, own in itertools.product((4, 7, 50), (scheduler("DDIMScheduler", {}), None)):
+        other, schedule = set_up(name, count, **extra), of(own)
+        calls = len(other.timesteps)
+        for first in (0, calls // 2):
+            assert locate(schedule, other.timesteps[first:]) == steps(calls, first)
 
 
 @pytest.mark.parametrize(
-    ("timesteps", "steps"),
+    ("timesteps", "count"),
     [
         (torch.linspace(999, 0, 10), 10),
         (torch.linspace(999, 1, 10).long(), 10),
@@ -286,94 +277,50 @@ def test_the_timesteps_of_another_scheduler_are_a_schedule(
     ],
     ids=["even", "whole", "fractions that lead to 0", "align your steps", "few steps", "shifted flow"],
 )
-def test_schedules_of_ones_own(timesteps: torch.Tensor, steps: int) -> None:
-    schedule = Schedule(lambda: None)
-    assert [schedule.locate(timestep) for timestep in timesteps[:steps]] == [Position(i, steps) for i in range(steps)]
-
-
-@pytest.mark.parametrize("name", ["EulerDiscreteScheduler", "HeunDiscreteScheduler"])
-def test_a_loop_over_the_schedulers_noise_levels(name: str) -> None:
-    """The zero at their end is where the last step leads."""
-    chosen = scheduler(name, {})
-    chosen.set_timesteps(10)
-    calls = len(chosen.timesteps)
-    schedule = Schedule(lambda: chosen)
-    assert [schedule.locate(sigma) for sigma in chosen.sigmas[:-1]] == [Position(i, calls) for i in range(calls)]
+def test_schedules_of_ones_own(timesteps: torch.Tensor, count: int) -> None:
+    assert locate(of(None), timesteps[:count]) == steps(count)
 
 
 def test_rising_timesteps_have_the_place_of_their_noise_level() -> None:
     """Of the pipeline's own scheduler or of another one; what leads to the noise is no run."""
     inverse = diffusers.DDIMInverseScheduler(**tiny.SD15_SCHEDULE)
     inverse.set_timesteps(10)
-    schedule = Schedule(lambda: inverse)
+    schedule = of(inverse)
     backwards = [Position(9 - index, 10, False) for index in range(10)]
-    assert [schedule.locate(timestep) for timestep in inverse.timesteps] == backwards
-    assert [schedule.locate(int(timestep)) for timestep in inverse.timesteps] == backwards
-    forward = scheduler("DDIMScheduler", {})
-    forward.set_timesteps(10)
-    schedule = Schedule(lambda: forward)
-    found = [schedule.locate(timestep) for timestep in inverse.timesteps]
+    assert locate(schedule, inverse.timesteps) == locate(schedule, map(int, inverse.timesteps)) == backwards
+    schedule = of(set_up("DDIMScheduler"))
+    found = locate(schedule, inverse.timesteps)
     assert not any(position and position.step < 500 for position in found[:3] if position and position.steps == 1000)
     assert schedule.run.step <= 0 or len({*found}) == 10
 
 
-@pytest.mark.parametrize("first", [0, 4])
-def test_a_preview_at_another_step_does_not_end_the_run(first: int) -> None:
-    chosen = scheduler("DDIMScheduler", {})
-    chosen.set_timesteps(10)
-    schedule = Schedule(lambda: chosen)
-    runs = []
-    for timestep in chosen.timesteps[first:]:
+@pytest.mark.parametrize(("first", "count", "beside"), [(0, 10, -1), (4, 10, -1), (0, 20, 437)])
+def test_what_comes_between_does_not_end_a_run(first: int, count: int, beside: int) -> None:
+    """A preview at another step; a value on no schedule, in the run of another scheduler."""
+    chosen, other = set_up("DDIMScheduler"), set_up("DDIMScheduler", count)
+    chosen = other if count == 10 else chosen
+    schedule, runs = of(chosen), []
+    for timestep in other.timesteps[first:]:
         schedule.locate(timestep)
         runs.append(schedule.run)
-        schedule.locate(chosen.timesteps[-1])
+        schedule.locate(other.timesteps[-1] if beside < 0 else beside)
     assert len(set(runs)) == 1
-    assert schedule.run.former is None, "what it kept is let go"
-
-
-def test_a_run_of_the_scheduler_beside_one_of_another() -> None:
-    """A value on no schedule leaves both as they are."""
-    chosen, other = scheduler("DDIMScheduler", {}), scheduler("DDIMScheduler", {})
-    chosen.set_timesteps(10)
-    other.set_timesteps(20)
-    schedule = Schedule(lambda: chosen)
-    runs = []
-    for timestep in other.timesteps:
-        schedule.locate(timestep)
-        runs.append(schedule.run)
-        schedule.locate(437)
-    assert len(set(runs)) == 1
-
-
-def test_guidance_in_two_calls_with_copied_timesteps() -> None:
-    """Each of a repeated timestep's steps takes as many calls as the step before it."""
-    chosen = scheduler("HeunDiscreteScheduler", {})
-    chosen.set_timesteps(6)
-    schedule = Schedule(lambda: chosen)
-    for _ in range(2):
-        found = [schedule.locate(int(timestep)) for timestep in chosen.timesteps for _ in range(2)]
-        assert found == [Position(index // 2, 11) for index in range(22)]
+    assert beside > 0 or schedule.run.former is None, "what it kept is let go"
 
 
 def test_a_scheduler_with_part_of_its_timesteps() -> None:
     """Those of a loop of one's own before and between them are on no schedule of it."""
-    chosen: Any = scheduler("DDIMScheduler", {})
-    chosen.set_timesteps(10)
-    every = chosen.timesteps
-    schedule = Schedule(lambda: chosen)
-    chosen.timesteps = every[4:]
-    assert [schedule.locate(timestep) for timestep in every[4:]] == [Position(index, 6) for index in range(6)]
-    assert schedule.locate(every[2]) == place(int(every[2]))
-    chosen.timesteps = every[::2]
-    assert [schedule.locate(timestep) for timestep in every[::2]] == [Position(index, 5) for index in range(5)]
-    assert schedule.locate(every[1]) == place(int(every[1]))
+    chosen = set_up("DDIMScheduler")
+    every, schedule = chosen.timesteps, of(chosen)
+    for part, beside in ((every[4:], every[2]), (every[::2], every[1])):
+        chosen.timesteps = part
+        assert locate(schedule, part) == steps(len(part))
+        assert schedule.locate(beside) == place(int(beside))
 
 
 # Steps of flow-matching pipelines, which hand over scaled, turned, expanded and rounded timesteps.
 
 Handed = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
-
-
 HANDED: dict[str, tuple[Handed, int | None]] = {
     "fraction (Flux, Qwen-Image)": (lambda t, dtype: t.expand(2).to(dtype) / 1000, units.FRACTION),
     "what is left (Z-Image)": (lambda t, dtype: (1000 - t.expand(2)) / 1000, units.RISING),
@@ -382,112 +329,78 @@ HANDED: dict[str, tuple[Handed, int | None]] = {
     "copy (HunyuanVideo)": (lambda t, dtype: t.expand(2).to(dtype), None),
     "copies of one (Wan I2V)": (lambda t, dtype: t[None].repeat(2).to(dtype), None),
 }
+every_hand = pytest.mark.parametrize(("handed", "unit"), HANDED.values(), ids=HANDED)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+def flow(count: int, shift: float = 3.0) -> Any:
+    chosen = FlowMatchEulerDiscreteScheduler(shift=shift)
+    chosen.set_timesteps(count)
+    return chosen
 
 
 def follow(
     chosen: Any, handed: Handed, dtype: torch.dtype, unit: int | None, calls: int = 1, first: int = 0
 ) -> list[Position | None]:
     """Run a scheduler as a pipeline does, and return where each call is thought to be."""
-    schedule = Schedule(lambda: chosen)
+    schedule = of(chosen)
     sample, found = torch.zeros(1, 2), []
     for t in chosen.timesteps[first:]:
-        for _ in range(calls):
-            found.append(schedule.locate(handed(t, dtype), unit))
+        found += locate(schedule, (handed(t, dtype) for _ in range(calls)), unit)
         sample = chosen.step(torch.zeros(1, 2), t, sample).prev_sample
     return found
 
 
-@pytest.mark.parametrize("kind", HANDED)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("steps", "shift"), [(1, 3.0), (4, 1.0), (8, 3.0), (28, 3.0), (50, 1.0), (50, 12.0)])
-@pytest.mark.parametrize("calls", [1, 2])
-def test_every_call_has_its_step(kind: str, dtype: torch.dtype, steps: int, shift: float, calls: int) -> None:
-    handed, unit = HANDED[kind]
-    chosen = FlowMatchEulerDiscreteScheduler(shift=shift)
-    for _ in range(2):
-        chosen.set_timesteps(steps)
-        found = follow(chosen, handed, dtype, unit, calls)
-        assert found == [Position(step, steps) for step in range(steps) for _ in range(calls)]
-
-
-@pytest.mark.parametrize("kind", HANDED)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_image_to_image_begins_inside(kind: str, dtype: torch.dtype) -> None:
-    handed, unit = HANDED[kind]
-    chosen = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    chosen.set_timesteps(50)
+@every_hand
+@every_dtype
+def test_every_call_of_a_flow_has_its_step(handed: Handed, unit: int | None, dtype: torch.dtype) -> None:
+    """Also where image to image begins inside."""
+    for (count, shift), calls in itertools.product(((1, 3), (4, 1), (8, 3), (28, 3), (50, 1), (50, 12)), (1, 2)):
+        chosen = flow(count, shift)
+        for _ in range(2):
+            chosen.set_timesteps(count)
+            assert follow(chosen, handed, dtype, unit, calls) == steps(count, calls=calls)
+    chosen = flow(50)
     chosen.set_begin_index(30)
-    found = follow(chosen, handed, dtype, unit, first=30)
-    assert found == [Position(step, 50) for step in range(30, 50)]
+    assert follow(chosen, handed, dtype, unit, first=30) == steps(50, first=30)
 
 
-@pytest.mark.parametrize("kind", HANDED)
-def test_after_a_run_that_was_broken_off(kind: str) -> None:
-    handed, unit = HANDED[kind]
-    chosen = FlowMatchEulerDiscreteScheduler(shift=12.0)
-    chosen.set_timesteps(50)
-    schedule = Schedule(lambda: chosen)
+@every_hand
+def test_after_a_run_that_was_broken_off(handed: Handed, unit: int | None) -> None:
+    chosen = flow(50, 12.0)
+    schedule = of(chosen)
     for t in chosen.timesteps[:9]:
         schedule.locate(handed(t, torch.bfloat16), unit)
         chosen.step(torch.zeros(1, 2), t, torch.zeros(1, 2))
     chosen.set_timesteps(50)
-    found = follow(chosen, handed, torch.bfloat16, unit)
-    assert found == [Position(step, 50) for step in range(50)]
+    assert follow(chosen, handed, torch.bfloat16, unit) == steps(50)
 
 
 @pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "DPMSolverMultistepScheduler"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_dtype
 def test_other_schedulers_of_flows(name: str, dtype: torch.dtype) -> None:
     """Wan's own, whose timesteps are whole numbers."""
     chosen = getattr(diffusers, name)(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
-    chosen.set_timesteps(30)
     for handed, unit in HANDED.values():
         chosen.set_timesteps(30)
-        assert follow(chosen, handed, dtype, unit, 2) == [Position(step, 30) for step in range(30) for _ in range(2)]
-
-
-def test_a_value_between_two_steps_shares_nothing() -> None:
-    """Training, or a preview at a noise level of one's own."""
-    chosen = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    chosen.set_timesteps(8)
-    between = float(chosen.timesteps[2] + chosen.timesteps[3]) / 2000
-    found = Schedule(lambda: chosen).locate(torch.tensor([between]), units.FRACTION)
-    assert found is not None
-    assert not found.scheduled
+        assert follow(chosen, handed, dtype, unit, 2) == steps(30, calls=2)
 
 
 @pytest.mark.parametrize("unit", [units.FRACTION, units.RISING])
-def test_a_tensor_of_fractions_is_a_schedule(unit: int) -> None:
+def test_fractions_without_a_scheduler_or_between_its_steps(unit: int) -> None:
+    """A tensor of them is a schedule; one of training, or a preview at a noise level of one's own, shares nothing."""
     values = torch.linspace(1, 0, 11)[:-1].clone()
     handed = values if unit == units.FRACTION else 1 - values
-    schedule = Schedule(lambda: None)
-    assert [schedule.locate(value.expand(2), unit) for value in handed] == [Position(step, 10) for step in range(10)]
-
-
-def test_a_loop_between_timesteps_stays_in_timesteps_to_its_end() -> None:
-    """As k-diffusion's samplers work them out of noise levels; the last ones could be noise levels as well."""
-    chosen: Any = scheduler("EulerDiscreteScheduler", {})
-    chosen.set_timesteps(10)
-    level = float(chosen.sigmas[6])
-    schedule = Schedule(lambda: chosen)
-    for _ in range(2):
-        found = [schedule.locate(value) for value in (910.3, 437.26, 31.2, 12.4, level, 0.7, 0.0)]
-        assert found[:-1] == [
-            Position(int(999 - value), 1000, False) for value in (910.3, 437.26, 31.2, 12.4, level, 0.7)
-        ]
-        assert found[-1] is not None and found[-1] != BEYOND
-    assert schedule.locate(14.2) == BEYOND, "another loop, which may be in noise levels"
-    assert Schedule(lambda: chosen).locate(level) == Position(6, 10)
+    assert locate(of(None), (value.expand(2) for value in handed), unit) == steps(10)
+    chosen = flow(8)
+    between = float(chosen.timesteps[2] + chosen.timesteps[3]) / 2000
+    found = of(chosen).locate(torch.tensor([between]), units.FRACTION)
+    assert found is not None and not found.scheduled
 
 
 def test_ranks_of_a_scheduler_that_was_never_set() -> None:
     """It has all timesteps of the training, and none of a run."""
-    never, own = FlowMatchEulerDiscreteScheduler(shift=3.0), FlowMatchEulerDiscreteScheduler(shift=3.0)
-    own.set_timesteps(4)
-    schedule = Schedule(lambda: never)
+    own, schedule = flow(4), of(FlowMatchEulerDiscreteScheduler(shift=3.0))
     assert schedule.locate(torch.tensor([1.0]), units.FRACTION) == Position(0, 4)
     del own
     assert schedule.locate(torch.tensor([1.0]), units.FRACTION) == Position(0, 1000, False)

@@ -12,8 +12,7 @@ from syrupy.assertion import SnapshotAssertion
 
 import elfatt_sd
 from elfatt_sd.config import METHODS
-from elfatt_sd.families.shapes import sketch
-from elfatt_sd.families.sizes import SHAPE_NAMES
+from elfatt_sd.families.shapes import SHAPE_NAMES, sketch
 
 
 def lines(data: dict[str, Any]) -> Iterator[str]:

@@ -17,12 +17,11 @@ from support import checks, tiny_pipelines, tiny_transformers
 from torch import Tensor
 
 from elfatt_sd.attention import joint, merging
+from elfatt_sd.attention import triton as kernels
 from elfatt_sd.attention.joint import Keys
 from elfatt_sd.attention.merging import Split, split_grid
 from elfatt_sd.attention.ordering import Grid, lattice_order
 from elfatt_sd.attention.softmax import sampled_attention
-from elfatt_sd.attention.triton import matching
-from elfatt_sd.attention.triton import sampled as sampled_launch
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.patch import patched
 from elfatt_sd.phases import Phase
@@ -44,7 +43,7 @@ def sampled(grid: Grid, keys: int, groups: int, size: int, context: Keys | None)
         wanted = joint.sampled_joint_attention(ordered, k, v, groups, stands_for=weight, context=context)
     wanted = wanted if order is None else wanted[:, order[1]]
     given: dict[str, Any] = {"order": None if order is None else order[0], "stands_for": weight, "context": context}
-    return wanted, sampled_launch.sampled(q, k, v, groups, **given)
+    return wanted, kernels.sampled(q, k, v, groups, **given)
 
 
 def text(size: int, mask: Tensor | None = None, stands_for: float = 1.0) -> Keys:
@@ -56,7 +55,7 @@ def cells(
 ) -> tuple[Tensor, Tensor]:
     q, k, v = normal(3, 2, tokens, 2, size)
     wanted = joint.cell_joint_attention(q, k, v, number, groups, weighted=weighted, context=context)
-    return wanted, sampled_launch.cells(q, k, v, number, groups, weighted=weighted, context=context)
+    return wanted, kernels.cells(q, k, v, number, groups, weighted=weighted, context=context)
 
 
 def matched(batch: int, grid: tuple[int, int], stride: int, channels: int, first: bool) -> tuple[Tensor, Tensor]:
@@ -67,7 +66,7 @@ def matched(batch: int, grid: tuple[int, int], stride: int, channels: int, first
     split = Split.of(split_grid(*grid, stride), (grid[0] // stride) * (grid[1] // stride))
     sources, destinations = split.places[: split.sources], split.places[split.sources :]
     similarity, nearest = merging.most_similar(metric, sources.long(), destinations.long())
-    own_similarity, own = matching.most_similar(metric, sources, destinations)
+    own_similarity, own = kernels.most_similar(metric, sources, destinations)
     unit = torch.nn.functional.normalize(metric, dim=2)
     at_own = (unit[:, sources] * unit[:, destinations].gather(1, own[..., None].expand(-1, -1, channels))).sum(2)
     assert (own == nearest).float().mean() > 0.9
@@ -77,7 +76,7 @@ def matched(batch: int, grid: tuple[int, int], stride: int, channels: int, first
 def cases() -> dict[str, tuple[Tensor, Tensor]]:
     made = {}
     mask = torch.arange(11)[None] < torch.tensor([[7], [11]])
-    for size, groups, rows in itertools.product((40, 64, 160), (1, 2, 3), (9, 16)):
+    for size, (groups, rows) in itertools.product((40, 64, 160), ((1, 9), (2, 16), (3, 9))):
         made[f"sampled, head {size}, {groups} groups, {rows} rows"] = sampled(Grid(1, rows, 13), 17, groups, size, None)
     for name, own in {
         "text": text(72),
@@ -98,9 +97,9 @@ def drawn(pipe: Any, method: str | PatchConfig, **size: int) -> tuple[Tensor, Te
     """Images of a patched pipeline with PyTorch's attention, and with the kernels."""
     config = PatchConfig.preset(method) if isinstance(method, str) else method
     calls = []
-    for module, name in ((sampled_launch, "attend"), (matching, "most_similar")):
-        inner = getattr(module, name)
-        setattr(module, name, lambda *args, _inner=inner, **given: (calls.append(0), _inner(*args, **given))[1])
+    for name in ("attend", "most_similar"):
+        inner = getattr(kernels, name)
+        setattr(kernels, name, lambda *args, _inner=inner, **given: (calls.append(0), _inner(*args, **given))[1])
     run = checks.runner(pipe, **size)
     images = []
     for backend in ("auto", "triton"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,22 +51,17 @@ def with_field(default: Any, name: str = "what") -> Any:
 
 
 @pytest.fixture(autouse=True)
-def only_for_this_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def only_for_this_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "_known", dict(methods._known))
-    yield
 
 
-def test_a_registered_attention_is_a_method() -> None:
-    elfatt_sd.register(Near)
+def test_a_registered_attention_is_a_method(pipe: Any) -> None:
+    """It runs in a pipeline, and is taken back."""
+    assert elfatt_sd.register(Near) is elfatt_sd.register(Near) is Near, "the same class may be registered again"
     config = PatchConfig.preset("near", strength=0.25)  # type: ignore[arg-type,call-arg]
     assert config.phases == (Phase(1.0, Near(0.25)),)
     assert PatchConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.without_effect(["strength", "agents"]) == ["agents"]
-    assert str(config.phases[0].attention) == "near (strength 0.25)"
-
-
-def test_it_runs_in_a_pipeline_and_is_taken_back(pipe: Any) -> None:
-    elfatt_sd.register(Near)
     before = dict(pipe.unet.attn_processors)
     plan = elfatt_sd.plan(pipe, Near())
     assert "near (strength 0.5)" in str(plan)
@@ -99,14 +94,13 @@ def test_what_is_declared_wrongly_is_refused_in_one_line(kind: Any, rule: str) -
         elfatt_sd.register(kind)
     assert "\n" not in str(caught.value)
     assert set(methods._known) == {kind.name for kind in methods._OWN}
-    assert elfatt_sd.register(Near) is elfatt_sd.register(Near) is Near, "the same class may be registered again"
 
 
-def _raise(*_: Any) -> Any:
+def fail(*_: Any) -> Any:
     raise ValueError("bad\nluck")
 
 
-def _attend(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> dict[str, Any]:
+def attend(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> dict[str, Any]:
     """What is returned, of the tokens and of their values."""
     return {"attend": lambda self, layer, tokens, prepared: change(tokens, layer.project(tokens)[2])}
 
@@ -114,20 +108,20 @@ def _attend(change: Callable[[torch.Tensor, torch.Tensor], Any]) -> dict[str, An
 @pytest.mark.parametrize(
     ("members", "rule"),
     [
-        (_attend(lambda tokens, values: tokens), r"returns shape \[2, 64, 16\]"),
-        (_attend(lambda tokens, values: values.double()), "returns torch.float64"),
-        (_attend(lambda tokens, values: None), "returns NoneType"),
-        (_attend(lambda tokens, values: torch.rand_like(values)), "global random state"),
-        (_attend(lambda tokens, values: values * math.inf), "not finite"),
-        (_attend(lambda tokens, values: (tokens.mul_(2), values)[1]), "changes the tokens"),
-        (_attend(lambda tokens, values: values * float(values.sum() > 0)), "reads values of tensors on the host"),
-        ({"attend": _raise}, r"raises in attend \(ValueError: bad luck\)"),
-        ({"prepare": _raise}, "raises in prepare"),
+        (attend(lambda tokens, values: tokens), r"returns shape \[2, 64, 16\]"),
+        (attend(lambda tokens, values: values.double()), "returns torch.float64"),
+        (attend(lambda tokens, values: None), "returns NoneType"),
+        (attend(lambda tokens, values: torch.rand_like(values)), "global random state"),
+        (attend(lambda tokens, values: values * math.inf), "not finite"),
+        (attend(lambda tokens, values: (tokens.mul_(2), values)[1]), "changes the tokens"),
+        (attend(lambda tokens, values: values * float(values.sum() > 0)), "reads values of tensors on the host"),
+        ({"attend": fail}, r"raises in attend \(ValueError: bad luck\)"),
+        ({"prepare": fail}, "raises in prepare"),
         ({"cost": lambda self, size: -1}, "has cost -1"),
         ({"cost": lambda self, size: math.inf}, "has cost inf"),
         ({"prepare": lambda self, grid, draws: 5}, "prepares int"),
         ({"words": lambda self, fitted: 3}, "says itself as 3"),
-        ({"words": _raise}, "raises in words"),
+        ({"words": fail}, "raises in words"),
         ({"prepare": lambda self, grid, draws: random.random() and None}, "global random state"),
         ({"prepare": lambda self, grid, draws: np.random.rand(1) and None}, "global random state"),
     ],
@@ -143,22 +137,12 @@ def test_what_breaks_a_rule_is_named_and_the_pipeline_stays(pipe: Any, members: 
 
 
 def test_what_raises_in_a_step_is_named(pipe: Any) -> None:
-    """Also where the small trial did not show it."""
-
-    def late(self: Any, layer: Any, tokens: torch.Tensor, prepared: Any) -> torch.Tensor:
-        if tokens.shape[1] > 100:
-            raise ValueError("too many")
-        return layer.project(tokens)[2]  # type: ignore[no-any-return]
-
-    with (
-        pytest.raises(ElfattError, match=r"'broken' .* raises in attend \(ValueError: too many\)"),
-        elfatt_sd.patched(pipe, broken(attend=late)()),
-    ):
+    """Also where the small trial did not show it. The package's own keep the contract."""
+    late = broken(**attend(lambda tokens, values: fail() if tokens.shape[1] > 100 else values))
+    says = r"'broken' .* raises in attend \(ValueError: bad luck\)"
+    with pytest.raises(ElfattError, match=says), elfatt_sd.patched(pipe, late()):
         pipe("a b", num_inference_steps=1, output_type="latent")
     assert not elfatt_sd.is_patched(pipe)
-
-
-def test_the_packages_own_keep_the_contract() -> None:
     for kind in methods._OWN:
         check(kind())
 

@@ -1,4 +1,8 @@
-"""Sampled keys, and cells with samples, in one kernel: queries are read and written where they are."""
+"""Triton kernels, `attention_backend="triton"`: sampled keys, cells with samples, matching. Not timed on a GPU yet.
+
+Queries and tokens are read and written where they are. Triton is there for Linux alone: `softmax.triton_takes` tells
+whether these serve.
+"""
 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
@@ -28,19 +32,6 @@ class Arrangement(NamedTuple):
     cells: int = 0
     larger: int = 0  # cells with one token more
     log_larger: float = 0.0  # added to the logits of their keys
-
-    @classmethod
-    def sampled(cls, tokens: int, keys: int, groups: int) -> Arrangement:
-        """Queries and keys are dealt to groups in turn; see `sampled.sampled_attention`."""
-        return cls(groups, -(-tokens // groups), keys // groups, 1, 1, groups)
-
-    @classmethod
-    def cells_of(cls, tokens: int, cells: int, groups: int, weighted: bool) -> Arrangement:
-        """Groups are runs of rows of a matrix `[places, cells]`; see `joint.cell_joint_attention`."""
-        places, larger = divmod(tokens, cells)
-        keys = places // groups * cells
-        log_larger = math.log1p(1 / places) if weighted else 0.0
-        return cls(groups, keys, keys, keys, keys, 1, cells, larger, log_larger)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -74,7 +65,7 @@ def _seen(q, most, total, mixed, k, v, k_stride, v_stride, start, end, step, fir
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def kernel(q, k, v, out, order, seen, seen_total, text_k, text_v, text_bias,
+def attend_kernel(q, k, v, out, order, seen, seen_total, text_k, text_v, text_bias,
            q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, out_batch, out_token, out_head,
            tk_batch, tk_token, tk_head, tv_batch, tv_token, tv_head, bias_batch,
            queries, keys, texts, heads, q_group, q_step, k_group, k_step, tokens, cells, larger,
@@ -134,7 +125,6 @@ def attend(
     log_weight: float = 0.0,
     seen: Part | None = None,
     context: Keys | None = None,
-    log_context: float = 0.0,
 ) -> Tensor:
     """Attend from each group of queries to its own keys, to what was seen already, and to the context."""
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
@@ -150,12 +140,13 @@ def attend(
     texts = 0 if context is None else text_k.shape[1]
     numbers: tuple[int, ...] = (arranged.queries, arranged.keys, texts, heads, arranged.group, arranged.step)
     numbers += (arranged.key_group, arranged.step, tokens, max(arranged.cells, 1), arranged.larger)
+    log_context = 0.0 if context is None else math.log(context.stands_for)
     logits = (head_size**-0.5, log_weight, log_context, arranged.log_larger)
     blocks, options = sizes(head_size)
     flags = {"ORDERED": order is not None, "SEEN": seen is not None, "TEXT": context is not None}
     flags |= {"BIAS": bias is not None, "CELLS": arranged.cells > 0}
     grid = (-(-arranged.queries // blocks["BQ"]), arranged.groups, batch * heads)
-    launch: Any = kernel[grid]
+    launch: Any = attend_kernel[grid]
     text = (text_k, text_v, dummy if bias is None else bias)
     bias_stride = 0 if bias is None else bias.stride(0)
     launch(*pointers, *text, *strides, bias_stride, *numbers, *logits, **flags, **blocks, **options)
@@ -165,30 +156,83 @@ def attend(
 def sampled(
     q: Tensor, k: Tensor, v: Tensor, groups: int, *, order: Tensor | None, stands_for: float, context: Keys | None
 ) -> Tensor:
-    """Do what `joint.sampled_joint_attention` does, with queries in their places."""
-    arranged = Arrangement.sampled(q.shape[1], k.shape[1], groups)
-    if context is None:
-        return attend(q, k, v, arranged, order=order)
-    log_context = math.log(context.stands_for)
-    weight = math.log(stands_for)
-    return attend(q, k, v, arranged, order=order, log_weight=weight, context=context, log_context=log_context)
+    """Do what `joint.sampled_joint_attention` does, with queries in their places; they and keys are dealt to groups."""
+    arranged = Arrangement(groups, -(-q.shape[1] // groups), k.shape[1] // groups, 1, 1, groups)
+    weight = 0.0 if context is None else math.log(stands_for)  # beside nothing else, all weights alike are none
+    return attend(q, k, v, arranged, order=order, log_weight=weight, context=context)
 
 
 def cells(
     q: Tensor, k: Tensor, v: Tensor, count: int, groups: int, *, weighted: bool = True, context: Keys | None = None
 ) -> Tensor:
-    """Do what `joint.cell_joint_attention` does; the own cell is seen first, through PyTorch's kernel."""
-    tokens = q.shape[1]
-    arranged = Arrangement.cells_of(tokens, count, groups, weighted)
+    """Do what `joint.cell_joint_attention` does; the own cell is seen first, through PyTorch's kernel.
+
+    Groups are runs of rows of the matrix `[places, cells]`.
+    """
+    places, larger = divmod(q.shape[1], count)
+    keys, log_larger = places // groups * count, math.log1p(1 / places) if weighted else 0.0
+    arranged = Arrangement(groups, keys, keys, keys, keys, 1, count, larger, log_larger)
     log_weight = math.log(groups) if weighted else 0.0
-    log_context = 0.0 if context is None else math.log(context.stands_for)
     near = near_cells(q, k, v, count)
-    given: dict[str, Any] = {"log_weight": log_weight, "context": context, "log_context": log_context}
-    matrix = tokens - arranged.larger
-    parts = [slice(0, matrix)] + [slice(matrix, None)] * bool(arranged.larger)
+    matrix = q.shape[1] - larger
     done = []
-    for part in parts:  # the tokens left over see what the first group sees
+    for part in [slice(0, matrix)] + [slice(matrix, None)] * bool(larger):  # the first group's keys for those left over
         seen = Part(near.mixed[:, part].contiguous(), near.total[:, part].contiguous())
-        own = arranged if part.start == 0 else arranged._replace(groups=1, queries=arranged.larger)
-        done.append(attend(q[:, part], k, v, own, seen=seen, **given))
+        own = arranged if part.start == 0 else arranged._replace(groups=1, queries=larger)
+        done.append(attend(q[:, part], k, v, own, seen=seen, log_weight=log_weight, context=context))
     return done[0] if len(done) == 1 else torch.cat(done, 1)
+
+
+MATCHING_SIZES = {"BS": 64, "BD": 64, "BC": 32}
+MATCHING_OPTIONS = {"num_warps": 4, "num_stages": 2}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def matching_kernel(metric, sources, destinations, similarity, nearest, batch_stride, token_stride, channel_stride,
+                    source_count, destination_count, channels, tiny, BS: tl.constexpr, BD: tl.constexpr,
+                    BC: tl.constexpr):  # fmt: skip
+    """Find the nearest destination of a block of sources: program `(block, batch)`."""
+    batch = tl.program_id(1)
+    metric += batch.to(tl.int64) * batch_stride
+    index, channel = tl.program_id(0) * BS + tl.arange(0, BS), tl.arange(0, BC)
+    inside = index < source_count
+    own = metric + tl.load(sources + index, mask=inside, other=0).to(tl.int64)[:, None] * token_stride
+    most, place = tl.full([BS], -float("inf"), tl.float32), tl.zeros([BS], tl.int32)
+    for begin in range(0, destination_count, BD):
+        other_index = begin + tl.arange(0, BD)
+        other_inside = other_index < destination_count
+        row = tl.load(destinations + other_index, mask=other_inside, other=0).to(tl.int64)
+        other = metric + row[None, :] * token_stride
+        products = tl.zeros([BS, BD], tl.float32)
+        own_square, other_square = tl.zeros([BS], tl.float32), tl.zeros([BD], tl.float32)
+        for start in range(0, channels, BC):
+            of = start + channel
+            x = tl.load(own + of[None, :] * channel_stride, mask=inside[:, None] & (of < channels)[None, :], other=0.0)
+            y = tl.load(other + of[:, None] * channel_stride, mask=(of < channels)[:, None] & other_inside[None, :], other=0.0)  # fmt: skip  # noqa: E501
+            products += tl.dot(x, y, input_precision="ieee")
+            own_square += tl.sum(x.to(tl.float32) * x.to(tl.float32), 1)
+            other_square += tl.sum(y.to(tl.float32) * y.to(tl.float32), 0)
+        lengths = tl.maximum(tl.sqrt(own_square), tiny)[:, None] * tl.maximum(tl.sqrt(other_square), tiny)[None, :]
+        cosine = tl.where(other_inside[None, :], products / lengths, -float("inf"))
+        best = tl.max(cosine, 1)
+        first = tl.min(tl.where(cosine == best[:, None], other_index[None, :], destination_count), 1)
+        place = tl.where(best > most, first, place)
+        most = tl.maximum(most, best)
+    at = batch.to(tl.int64) * source_count + index
+    tl.store(similarity + at, most.to(similarity.dtype.element_ty), mask=inside)
+    tl.store(nearest + at, place.to(tl.int64), mask=inside)
+
+
+def most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple[Tensor, Tensor]:
+    """Do what `merging.most_similar` does, with a running maximum: no matrix of similarities in memory.
+
+    Of equal similarities, the first destination is taken. Tokens are normalised in the kernel.
+    """
+    shape = len(metric), len(sources)
+    similarity = torch.empty(shape, dtype=metric.dtype, device=metric.device)
+    nearest = torch.empty(shape, dtype=torch.int64, device=metric.device)
+    grid = (-(-len(sources) // MATCHING_SIZES["BS"]), len(metric))
+    launch: Any = matching_kernel[grid]
+    numbers = (*metric.stride(), len(sources), len(destinations), metric.shape[2], torch.finfo(torch.float32).tiny)
+    launch(metric, sources, destinations, similarity, nearest, *numbers, **MATCHING_SIZES, **MATCHING_OPTIONS)
+    return similarity, nearest
