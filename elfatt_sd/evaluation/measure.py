@@ -288,13 +288,25 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
-    """Run a row once in this process and read the peak of each stage."""
+    """Run a row once in this process and read the peak of each stage, or of all where the meter cannot start again."""
     pipe = load_protocol_pipeline(protocol)
     short = dataclasses.replace(protocol, steps=(protocol.memory or Memory()).steps or protocol.steps)
-    stages = _Stages(PeakMeter(denoiser(pipe).device))
+    meter = PeakMeter(denoiser(pipe).device)
+    restarts, peaks, reserved = meter.restart(), dict[str, float](), dict[str, float]()
+    loading = {} if restarts else {"loading": (meter.read() or 0) / _GIB}
+
+    def close(stage: str) -> None:
+        """Read the peak of a stage that has just ended; only its first end counts."""
+        if stage in peaks or (not restarts and stage != "all"):
+            return
+        peaks[stage] = (meter.read() or 0) / _GIB
+        if (held := meter.read_reserved()) is not None:
+            reserved[stage] = held / _GIB
+        meter.restart()
+
     handles = [
-        denoiser(pipe).register_forward_pre_hook(lambda *_: stages.close("text"), prepend=True),
-        pipe.vae.decoder.register_forward_pre_hook(lambda *_: stages.close("unet")),
+        denoiser(pipe).register_forward_pre_hook(lambda *_: close("text"), prepend=True),
+        pipe.vae.decoder.register_forward_pre_hook(lambda *_: close("unet")),
     ]
     prompts, seeds = _given(protocol, cell, batch)
     try:
@@ -303,31 +315,8 @@ def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     finally:
         for handle in handles:
             handle.remove()
-    return stages.finish()
-
-
-class _Stages:
-    """Reads a meter at the end of each stage of a pipeline, or once at the end of all where it cannot start again."""
-
-    def __init__(self, meter: PeakMeter) -> None:
-        self.meter, self.restarts = meter, meter.restart()
-        self.loading = {} if self.restarts else {"loading": (meter.read() or 0) / _GIB}
-        self.peaks: dict[str, float] = {}
-        self.reserved: dict[str, float] = {}
-
-    def close(self, stage: str) -> None:
-        """Read the peak of a stage that has just ended; only its first end counts."""
-        if stage in self.peaks or (not self.restarts and stage != "all"):
-            return
-        self.peaks[stage] = (self.meter.read() or 0) / _GIB
-        if (held := self.meter.read_reserved()) is not None:
-            self.reserved[stage] = held / _GIB
-        self.meter.restart()
-
-    def finish(self) -> dict[str, Any]:
-        self.close("vae" if self.restarts else "all")
-        reserved = {"reserved": self.reserved} if self.reserved else {}
-        return {"kind": self.meter.kind, "peaks": self.peaks, **self.loading, **reserved}
+    close("vae" if restarts else "all")
+    return {"kind": meter.kind, "peaks": peaks, **loading, **({"reserved": reserved} if reserved else {})}
 
 
 def _worker() -> None:

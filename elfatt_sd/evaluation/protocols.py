@@ -331,18 +331,13 @@ def _override(data: dict[str, Any], override: str) -> None:
     *tables, last = [part.strip() for part in key.split(".")]
     if last == "cells":
         raise ElfattError(f"override {override!r} is not accepted; rows are changed in the protocol's file.")
-    if not equals or not last or len(tables) > 1:
+    target = data.setdefault(tables[0], {}) if tables else data
+    if not equals or not last or len(tables) > 1 or not isinstance(target, dict):
         raise ElfattError(f"override {override!r} is not accepted; give key=value or table.key=value.")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        target[last] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
-    target = data
-    for table in tables:
-        target = target.setdefault(table, {})
-        if not isinstance(target, dict):
-            raise ElfattError(f"override {override!r} is not accepted; {table!r} is not a table.")
-    target[last] = value
+        target[last] = text
 
 
 def _make_quick(data: dict[str, Any], limit: int) -> None:

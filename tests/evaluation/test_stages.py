@@ -370,21 +370,16 @@ def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
     assert call(*command).code == 0 and len(row.made_images()) == 5
 
 
-@pytest.mark.parametrize(
-    ("command", "module", "writes"), [("generate", generate, "write_file"), ("reference", extraction, "_write_chunk")]
-)
-def test_a_full_disk_is_a_failure(
-    call: Call, workplace: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    command: str, module: Any, writes: str,
-) -> None:  # fmt: skip
-    """That of the run, and that of the cache."""
+def test_a_full_disk_of_the_cache_is_a_failure(
+    call: Call, workplace: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line; that of the run is tested with what it keeps."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "full"))
-    monkeypatch.setattr(module, writes, full)
-    out = [] if command == "reference" else ["--out", tmp_path / "full", "--quiet"]
-    done = call(command, file, *out, *sets(full_overrides(workplace)))
+    monkeypatch.setattr(extraction, "_write_chunk", full)
+    done = call("reference", file, *sets(full_overrides(workplace)))
     assert (done.code, len(done.err.splitlines())) == (1, 1)
     assert f"no space left on the disk of {tmp_path / 'full'}" in done.err
