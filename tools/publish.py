@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elfatt_sd.cli.console import DONE, FAILURE, WRONG_USE, complain
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation.report import load_results, replace_files, report_files
 from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.results import RESULTS_FILE
-from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors
+from elfatt_sd.evaluation.run import RESULTS_FILE, clear_disk_errors
 from elfatt_sd.files import is_full, write_json
 
 MOST_BYTES = 5_000_000  # of a run that is committed
@@ -36,7 +35,7 @@ def publish(results: Results, folder: Path, *, page: bool = True) -> Path:
 
     Raises:
         ElfattError: their name cannot be that of a folder, or the folder holds something else or cannot be written.
-        RunFailure: no space is left on the disk.
+        ElfattFailure: no space is left on the disk.
     """
     target = folder / results.folder_name
     _check_replaceable(target)
@@ -71,10 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = publish(load_results(options.run), options.out, page=not options.no_page)
     except ElfattError as error:
         complain(str(error))
-        return WRONG_USE
-    except RunFailure as failure:
-        complain(str(failure))
-        return FAILURE
+        return FAILURE if isinstance(error, ElfattFailure) else WRONG_USE
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{folder} ({size / 1e6:.1f} MB)")
     if size > MOST_BYTES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -77,25 +76,8 @@ def build_protocol(
 takes_protocol = adds_options("protocol", PROTOCOL_OPTIONS, build_protocol)
 
 
-def reports_failure(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a failure of a command one line and exit code 1."""
-
-    @functools.wraps(command)
-    def wrapper(**given: Any) -> Any:
-        from elfatt_sd.evaluation.run import RunFailure
-
-        try:
-            return command(**given)
-        except RunFailure as failure:
-            complain(str(failure))
-            raise typer.Exit(FAILURE) from failure
-
-    return wrapper
-
-
 @app.command("run")
 @takes_protocol
-@reports_failure
 def run_command(
     protocol: Any,
     out: Out,
@@ -107,22 +89,17 @@ def run_command(
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
     from elfatt_sd.evaluation.processes import is_first
-    from elfatt_sd.evaluation.protocols import check_packages
     from elfatt_sd.evaluation.report import load_results
     from elfatt_sd.evaluation.report.summary import terminal_summary
     from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.stages import evaluate
 
-    run = Run(out, protocol)
     if dry_run:
         quiet_libraries()
-        _print_plan(run, reuse or ())
+        _print_plan(Run(out, protocol), reuse or ())
         return
-    check_packages(protocol)
-    _check_early(protocol, out)
-    others = [Run.open(other) for other in reuse or ()]
-    quiet_libraries()
-    failed = evaluate(run, _reporter(quiet), reuse=others, show_progress=not quiet)
+    others = _check_early(protocol, out, reuse or ())
+    failed = evaluate(Run(out, protocol), _reporter(quiet), reuse=others, show_progress=not quiet)
     if is_first():
         typer.echo(terminal_summary(load_results(out)))
         typer.echo(f"\n{out / 'report' / 'index.html'}")
@@ -131,16 +108,13 @@ def run_command(
 
 @app.command("generate")
 @takes_protocol
-@reports_failure
 def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet = False) -> None:
     """Make the images of every row. Several processes share them under `accelerate launch`."""
     from elfatt_sd.evaluation.generate import generate
     from elfatt_sd.evaluation.processes import is_first, leave_processes
     from elfatt_sd.evaluation.run import Run
 
-    _check_early(protocol, out)
-    others = [Run.open(other) for other in reuse or ()]
-    quiet_libraries()
+    others = _check_early(protocol, out, reuse or (), scored=False)
     run = Run(out, protocol)
     with run.writing():
         failed = generate(run, reuse=others, show_progress=not quiet)
@@ -152,7 +126,6 @@ def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet 
 
 @app.command("reference")
 @takes_protocol
-@reports_failure
 def reference_command(protocol: Any, quiet: Quiet = False) -> None:
     """Compute the statistics of a protocol's reference, or find them in the cache."""
     from elfatt_sd.evaluation.extraction import check_exists, every_minute
@@ -169,11 +142,9 @@ def reference_command(protocol: Any, quiet: Quiet = False) -> None:
 
 
 @app.command("score")
-@reports_failure
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
     from elfatt_sd.evaluation.processes import leave_processes, scoring_device
-    from elfatt_sd.evaluation.results import write_results
     from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.stages import score
 
@@ -183,26 +154,23 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
         score(opened, _reporter(quiet))
         leave_processes()
         if first:
-            write_results(opened)
+            opened.write_results()
 
 
 @app.command("report")
-@reports_failure
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
     from elfatt_sd.evaluation.processes import scoring_device
     from elfatt_sd.evaluation.report import load_results, write_report
-    from elfatt_sd.evaluation.results import write_results
     from elfatt_sd.evaluation.run import Run
 
     opened = Run.open(run)
     with opened.writing(scoring_device(opened.protocol.device)):
-        write_results(opened)
+        opened.write_results()
         typer.echo(write_report(load_results(run)))
 
 
 @app.command("verify")
-@reports_failure
 def verify_command(
     run: RunDir,
     recompute: Annotated[
@@ -213,7 +181,7 @@ def verify_command(
     """Check every image of a run against its hash, and its table against one computed again."""
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.run import Run
-    from elfatt_sd.evaluation.verify import verify_run
+    from elfatt_sd.evaluation.stages import verify_run
 
     opened = Run.open(run)
     quiet_libraries()
@@ -225,31 +193,27 @@ def verify_command(
     typer.echo(f"{run}: images and figures are as they were made")
 
 
-def _check_early(protocol: Protocol, out: Path) -> None:
-    """Check folder, model, size and what the stages need, before anything is loaded."""
+def _check_early(protocol: Protocol, out: Path, reuse: Sequence[Path], *, scored: bool = True) -> list[Run]:
+    """Check what can be known before anything is loaded; return the runs to take rows from."""
     from elfatt_sd.cli.options import check_sizes, check_steps
-    from elfatt_sd.evaluation.extraction import check_exists
-    from elfatt_sd.evaluation.stages import check_device, check_prompts
-    from elfatt_sd.loading import check_model
+    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.stages import first_checks
 
     check_writable(out)
-    check_device(protocol)
-    check_model(protocol.model, variant=protocol.variant or None)
-    if protocol.extractors:
-        check_exists(protocol.reference.source)
-    check_prompts(protocol)
-    weights = protocol.inception_weights
-    if weights and not Path(weights).is_file():
-        raise ElfattError(f"inception_weights={weights!r} is not a file; give the one that Inception's weights are in.")
+    for check in first_checks(protocol, scored=scored):
+        check()
     check_steps(protocol.model, protocol.steps)
     check_sizes(protocol.model, [(protocol.height, protocol.width)])
+    others = [Run.open(other) for other in reuse]
+    quiet_libraries()
+    return others
 
 
 def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
     """Print what a run would do, and every obstacle."""
     from rich.table import Table
 
-    from elfatt_sd.evaluation.stages import count_images, disk_gib, obstacles, to_do
+    from elfatt_sd.evaluation.stages import extent, obstacles, to_do
 
     table = Table("cell", "label", "role", "settings", title=f"{run.protocol.name} {run.protocol.identity[:12]}")
     for cell in run.protocol.cells:
@@ -259,10 +223,7 @@ def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
     console.print(table)
     found = obstacles(run, reuse)
     with contextlib.suppress(ElfattError):  # it is among the obstacles
-        console.print(
-            f"{count_images(run)} images, {len(run.prompts)} a row, about {disk_gib(run):.2g} GiB of disk "
-            f"({run.free_gib:.3g} GiB are free)"
-        )
+        console.print(extent(run))
         console.print(f"to do: {to_do(run)}")
     for line in found:
         complain(line)

@@ -35,7 +35,7 @@ from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, 
 from elfatt_sd.progress import Lines, Progress
 
 if TYPE_CHECKING:
-    from elfatt_sd.evaluation.run import Row
+    from elfatt_sd.evaluation.run import RowFolder
 
 DECODING = 4  # goes up when the same file gives other pixels, or none
 CHUNK = 1024  # images that are committed together
@@ -323,7 +323,7 @@ class Images:
     frames: int = 1  # of each; clips have several, which lie below each other in their file
 
     @classmethod
-    def of_row(cls, row: Row, frames: int = 1, count: int | None = None) -> Images:
+    def of_row(cls, row: RowFolder, frames: int = 1, count: int | None = None) -> Images:
         made = row.made_images()
         if count is not None and len(made) != count:
             remedy = f"delete the file to make row {row.name!r} again"

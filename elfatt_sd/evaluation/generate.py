@@ -14,11 +14,10 @@ import io
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from PIL import Image
 
 from elfatt_sd.drawing.running import rows_of, tell_cut_prompts
 from elfatt_sd.errors import ElfattError, is_out_of_memory, need
@@ -26,6 +25,7 @@ from elfatt_sd.evaluation.images import (
     check_images,
     check_size,
     image_environment,
+    image_seed,
     load_protocol_pipeline,
     make_images,
     row_patch,
@@ -35,12 +35,13 @@ from elfatt_sd.evaluation.processes import check_shared, gathered, process_state
 from elfatt_sd.evaluation.prompts import Prompt
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.records import Cost, MadeImage, is_whole, same_images
-from elfatt_sd.evaluation.run import COST_FILE, Row, Run
+from elfatt_sd.evaluation.run import COST_FILE, RowFolder, Run
 from elfatt_sd.files import read_plain, write_file, write_json
 from elfatt_sd.patch import plan
 from elfatt_sd.peers import packages_of
 from elfatt_sd.progress import progress_of
 
+Numbered = Sequence[tuple[int, Sequence[Prompt]]]  # batches with their numbers
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")
 
 
@@ -62,29 +63,27 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True)
     pipe = load_protocol_pipeline(run.protocol, device)
     check_size(run.protocol, pipe)
     environment = image_environment(run.protocol, pipe)
-    _check_processes(environment, [row.cell for row in _pending(run)])
+    _check_processes(environment, [run.protocol.cell(row.name) for row in _pending(run)])
     run.check_environment(environment)
     if state.is_main_process:
         tell_cut_prompts(pipe, [run.protocol.negative_prompt, *(prompt.text for prompt in run.prompts)])
         run.begin(environment)
         write_cost(run, pipe)
-        take_over(run, reuse, functools.partial(print, file=sys.stderr) if show_progress else None)
+        take_over(run, reuse, functools.partial(print, file=sys.stderr) if show_progress else lambda line: None)
     state.wait_for_everyone()
     failures = _make_rows(run, pipe, state, show_progress)
     state.wait_for_everyone()
     return failures
 
 
-def _pending(run: Run) -> list[Row]:
+def _pending(run: Run) -> list[RowFolder]:
     return sorted((row for row in run.rows if not row.finished), key=lambda row: row is not run.baseline)
 
 
 def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str, str]:
     mine = list(enumerate(run.batches))[state.process_index :: state.num_processes]
     pending, failures = _pending(run), dict[str, str]()
-    todo = {
-        row.name: [(number, batch) for number, batch in mine if not row.has_batch(number, batch)] for row in pending
-    }
+    todo = {row.name: [each for each in mine if not row.has_batch(*each)] for row in pending}
     total = sum(len(batch) for share in todo.values() for _, batch in share)
     shown = show_progress and state.is_main_process
     with image_progress(total, shares=state.num_processes, shown=shown) as advance:
@@ -103,9 +102,7 @@ def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str
     return failures
 
 
-def make_row(
-    run: Run, pipe: Any, row: Row, batches: Sequence[tuple[int, list[Prompt]]], advance: Callable[[int, str], None]
-) -> str | None:
+def make_row(run: Run, pipe: Any, row: RowFolder, batches: Numbered, advance: Callable[[int, str], None]) -> str | None:
     """Make batches of a row, given with their numbers; return why it failed, or None."""
     advance(0, row.name)
     try:
@@ -122,30 +119,23 @@ def make_row(
 
 
 @torch.no_grad()
-def make_batch(run: Run, pipe: Any, row: Row, number: int, batch: Sequence[Prompt]) -> None:
+def make_batch(run: Run, pipe: Any, row: RowFolder, number: int, batch: Sequence[Prompt]) -> None:
     """Make a batch, write its images, and then commit it by its list of hashes."""
-    seeds = [row.first_seed + prompt.index for prompt in batch]
-    with row_patch(pipe, row.cell, seeds[0]):
+    cell = run.protocol.cell(row.name)
+    seeds = [image_seed(run.protocol, cell, prompt.index) for prompt in batch]
+    with row_patch(pipe, cell, seeds[0]):
         images = make_images(pipe, run.protocol, [prompt.text for prompt in batch], seeds)
     check_images(images, [prompt.index for prompt in batch])
     made = []
     for prompt, seed, pixels in zip(batch, seeds, to_uint8(images), strict=True):
-        path = row.image_file(prompt.index)
-        digest = _write_png(path, pixels)
+        buffer, path = io.BytesIO(), row.image_file(prompt.index)
+        rows = pixels.reshape(-1, *pixels.shape[-2:])  # the frames of a clip lie below each other
+        Image.fromarray(rows.numpy()).save(buffer, format="PNG")
+        write_file(path, buffer.getvalue())
+        digest = hashlib.sha256(buffer.getvalue()).hexdigest()
         file = path.relative_to(row.folder).as_posix()
         made.append(MadeImage(prompt.index, file, prompt.text, prompt.class_index, seed, digest))
     row.add_batch(number, made)
-
-
-def _write_png(path: Path, pixels: Tensor) -> str:
-    """Write an image `[h, w, 3]`, or a clip `[f, h, w, 3]` with its frames below each other; return the file's hash."""
-    from PIL import Image
-
-    pixels = pixels.reshape(-1, *pixels.shape[-2:])
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.numpy()).save(buffer, format="PNG")
-    write_file(path, buffer.getvalue())
-    return hashlib.sha256(buffer.getvalue()).hexdigest()
 
 
 def _check_processes(environment: Mapping[str, Any], cells: Sequence[Cell]) -> None:
@@ -184,44 +174,46 @@ def write_cost(run: Run, pipe: Any = None) -> None:
 
 
 def row_costs(protocol: Protocol, pipe: Any) -> dict[str, Any]:
-    return {cell.name: _row_cost(pipe, protocol, cell) for cell in protocol.cells if not cell.peer}
-
-
-def _row_cost(pipe: Any, protocol: Protocol, cell: Cell) -> dict[str, Any]:
+    """Work out the density of attention and the multiply-adds of an image, of each row but a peer's."""
     frames = protocol.frames if protocol.frames > 1 else None
-    try:
-        found = plan(pipe, cell.config(), height=protocol.height, width=protocol.width, frames=frames)
-        call = found.call
-    except ElfattError as error:
-        return {"density": None, "multiply_adds": None, "reason": str(error)}
-    calls = protocol.steps * rows_of(pipe, protocol.guidance)
-    density = found.multiply_adds_after / found.multiply_adds_before if found.multiply_adds_before else 1.0
-    return {"density": density, "multiply_adds": None if call.after is None else call.after * calls, "reason": None}
+    calls, rows = protocol.steps * rows_of(pipe, protocol.guidance), dict[str, Any]()
+    for cell in protocol.cells:
+        if cell.peer:
+            continue
+        try:
+            found = plan(pipe, cell.config(), height=protocol.height, width=protocol.width, frames=frames)
+            call = found.call
+        except ElfattError as error:
+            rows[cell.name] = {"density": None, "multiply_adds": None, "reason": str(error)}
+            continue
+        density = found.multiply_adds_after / found.multiply_adds_before if found.multiply_adds_before else 1.0
+        adds = None if call.after is None else call.after * calls
+        rows[cell.name] = {"density": density, "multiply_adds": adds, "reason": None}
+    return rows
 
 
-def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None] | None = None) -> dict[str, Path]:
+def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None]) -> None:
     """Copy the finished rows of other runs that this run would make again with the same bytes.
 
     Weights, prompts, code, versions and device must be those of this run, whose `run.json` is there, as far as they
     count for the row: rows of the untouched pipeline stay when a method's code changes.
     """
-    taken: dict[str, Path] = {}
     for other in others:
-        made = {_made(other.protocol, row.cell): row for row in other.finished}
-        for row in run.rows:
-            source = made.get(_made(run.protocol, row.cell))
+        made = {_made(other.protocol, other.protocol.cell(row.name)): row for row in other.finished}
+        for cell, row in zip(run.protocol.cells, run.rows, strict=True):
+            source = made.get(_made(run.protocol, cell))
             if source is None or row.finished:
                 continue
-            different = same_images(other.record.environment, run.record.environment, [row.cell])
-            if not different and not run.shows_its_prompts(row, source.made_images()):
+            different = same_images(other.record.environment, run.record.environment, [cell])
+            images = [] if different else source.made_images()
+            if not different and not run.lists_its_prompts(row, images):
                 different = [f"{source.manifest} does not list this run's images"]
             if not different:
-                _copy_row(source, row)
-                taken[row.name] = other.folder
-            if tell is not None:
-                said = f"not reused: {'; '.join(different)}" if different else "reused"
-                tell(f"generate: row {row.name} of {other.folder} is {said}")
-    return taken
+                for image in images:
+                    _copy_image(source, row, image)
+                row.finish(source.manifest.read_bytes())
+            said = f"not reused: {'; '.join(different)}" if different else "reused"
+            tell(f"generate: row {row.name} of {other.folder} is {said}")
 
 
 def _made(protocol: Protocol, cell: Cell) -> str:
@@ -230,16 +222,9 @@ def _made(protocol: Protocol, cell: Cell) -> str:
     return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.options, cell.seed_offset])
 
 
-def _copy_row(source: Row, row: Row) -> None:
-    for made in source.made_images():
-        path = source.image_file(made.index)
-        try:
-            content = read_plain(path)
-        except OSError as error:
-            raise ElfattError(
-                f"{path} cannot be read ({error.strerror}); row {row.name!r} cannot be reused."
-            ) from error
-        if hashlib.sha256(content).hexdigest() != made.sha256:
-            raise ElfattError(f"{path} is not the image that was generated; row {row.name!r} cannot be reused.")
-        write_file(row.image_file(made.index), content)
-    row.finish(source.manifest.read_bytes())
+def _copy_image(source: RowFolder, row: RowFolder, image: MadeImage) -> None:
+    path = source.image_file(image.index)
+    content = read_plain(path)
+    if hashlib.sha256(content).hexdigest() != image.sha256:
+        raise ElfattError(f"{path} is not the image that was generated; row {row.name!r} cannot be reused.")
+    write_file(row.image_file(image.index), content)

@@ -22,7 +22,7 @@ import torch
 
 from elfatt_sd.attention import softmax as attention
 from elfatt_sd.devices import empty_caches, read_clocks
-from elfatt_sd.errors import ElfattError, is_out_of_memory
+from elfatt_sd.errors import ElfattError, ElfattFailure, in_plain_words, is_out_of_memory
 from elfatt_sd.evaluation.images import (
     code_hashes,
     denoiser,
@@ -36,7 +36,7 @@ from elfatt_sd.evaluation.images import (
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
 from elfatt_sd.evaluation.records import Peaks, read_data, same_images
-from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run, RunFailure
+from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run
 from elfatt_sd.evaluation.statistics import student_quantile
 from elfatt_sd.families import find_denoisers, step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
@@ -77,24 +77,20 @@ def measure_time(run: Run, report: Report = print) -> dict[str, Any]:
 def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) -> dict[str, Any]:
     """Time all rows, interleaved; the device's clocks are read before and after each round."""
     batch, device = settings.batch or protocol.batch, denoiser(pipe).device
-    prompts = cycled_prompts(protocol, batch)
+    short = dataclasses.replace(protocol, steps=min(WARMUP_STEPS, protocol.steps))
     rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
     failed, errors = dict[str, str](), dict[str, str]()  # what ran out of memory has failed, which is a result
 
     def take(turn: Turn) -> dict[str, float]:
-        measured = turn.number >= 0
-        label = f"round {turn.number + 1} of {settings.repeats}" if measured else "warm-up"
+        label = f"round {turn.number + 1} of {settings.repeats}" if turn.number >= 0 else "warm-up"
         report(f"time: {label}, row {turn.place} of {len(rounds)}, {turn.name}")
-        cell, steps = protocol.cell(turn.name), protocol.steps
-        seeds = [image_seed(protocol, cell, index) for index in range(batch)]
-        given = dataclasses.replace(protocol, steps=steps if measured else min(WARMUP_STEPS, steps))
-        return timed_call(pipe, given, cell, prompts, seeds)
+        return timed_call(pipe, protocol if turn.number >= 0 else short, protocol.cell(turn.name), batch)
 
     def lose(turn: Turn, error: Exception) -> None:
         if is_out_of_memory(error):
             failed[turn.name] = f"out of memory at batch {batch}"
         else:
-            errors[turn.name] = failed[turn.name] = reason("time not measured", error)
+            errors[turn.name] = failed[turn.name] = f"time not measured: {in_plain_words(error)}"
 
     clocks = [read_clocks(device)]
     for turns in interleave([*rounds], take, range(-settings.warmup, settings.repeats), lose=lose):
@@ -114,16 +110,22 @@ def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) ->
 
 
 @torch.no_grad()
-def timed_call(
-    pipe: Any, protocol: Protocol, cell: Cell, prompts: Sequence[str], seeds: Sequence[int]
-) -> dict[str, float]:
+def timed_call(pipe: Any, protocol: Protocol, cell: Cell, batch: int) -> dict[str, float]:
     """Run a row once, from the prompts to uint8 images in main memory."""
     device = denoiser(pipe).device
+    prompts, seeds = _given(protocol, cell, batch)
     with row_patch(pipe, cell, seeds[0]), CallTimer(step_denoisers(pipe).values(), device) as calls:
         gc.collect()
         with Stopwatch(device) as watch:
             to_uint8(make_images(pipe, protocol, prompts, seeds))
-        return {"end_to_end": watch.seconds / len(seeds), "unet": calls.seconds() / len(seeds)}
+        return {"end_to_end": watch.seconds / batch, "unet": calls.seconds() / batch}
+
+
+def _given(protocol: Protocol, cell: Cell, batch: int) -> tuple[list[str], list[int]]:
+    """Return prompts and seeds of a batch; the prompts of the run begin again where it has fewer."""
+    prompts = run_prompts(protocol)
+    texts = [prompts[index % len(prompts)].text for index in range(batch)]
+    return texts, [image_seed(protocol, cell, index) for index in range(batch)]
 
 
 def summarize_time(
@@ -163,19 +165,6 @@ def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
     return sorted({"flash-attn" if each else "native" for each in taken})
 
 
-def reason(what: str, error: Exception) -> str:
-    """Say in one line why a row has no figures; what a user can mend says so itself."""
-    if isinstance(error, ElfattError):
-        return str(error)
-    lines = str(error).strip().splitlines()
-    return ": ".join([what, type(error).__name__, *lines[:1]])
-
-
-def cycled_prompts(protocol: Protocol, count: int) -> list[str]:
-    prompts = run_prompts(protocol)
-    return [prompts[index % len(prompts)].text for index in range(count)]
-
-
 def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
     """Measure all rows and write `memory.json` after each, so that a killed run goes on with the next row.
 
@@ -183,7 +172,7 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
     memory is reported as a result, and so is a system that does not tell. Rows that failed otherwise, or were measured
     in another environment, are measured again.
     """
-    protocol, settings = run.protocol, run.protocol.memory or Memory()
+    protocol = run.protocol
     pipe = load_protocol_pipeline(protocol)
     device, environment = denoiser(pipe).device, image_environment(protocol, pipe)
     del pipe
@@ -198,13 +187,13 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
         data = {"format": 1, "identity": protocol.identity, "measured": now(), "environment": environment}
         data |= {"rows": {}, "programs": {}, "errors": {}}
     rows, programs, errors = data["rows"], data["programs"], data["errors"]
-    for name in list(errors):
+    for name in errors:
         rows.pop(name, None)
-        del errors[name]
+    errors.clear()
     for cell in protocol.cells:
-        program = program_of(cell)
         if cell.name in rows:
             continue
+        program = sha256_of_data([cell.config().to_dict(), cell.peer, cell.options])
         twin = programs.get(program)
         if twin in rows:
             rows[cell.name] = {**rows[twin], "same_program_as": twin}
@@ -212,30 +201,26 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
             rows[cell.name] = summarize_memory([], [], unmeasured)
         else:
             try:
-                rows[cell.name] = _measure_row(protocol, cell, sorted(set(settings.batches)), report)
+                rows[cell.name] = _measure_row(protocol, cell, report)
                 programs[program] = cell.name
-            except (ElfattError, RunFailure) as error:
+            except ElfattError as error:
                 errors[cell.name] = str(error)
                 rows[cell.name] = summarize_memory([], [], str(error))
         write_json(path, data)
     return data
 
 
-def program_of(cell: Cell) -> str:
-    return sha256_of_data([cell.config().to_dict(), cell.peer, cell.options])
-
-
-def _measure_row(protocol: Protocol, cell: Cell, batches: Sequence[int], report: Report) -> dict[str, Any]:
+def _measure_row(protocol: Protocol, cell: Cell, report: Report) -> dict[str, Any]:
     place = f"row {protocol.cells.index(cell) + 1} of {len(protocol.cells)}"
     results: dict[int, dict[str, Any]] = {}
     notes = []
-    for batch in batches:
+    for batch in sorted(set((protocol.memory or Memory()).batches)):
         report(f"memory: {place}, {cell.name}, batch {batch}")
         result = run_worker(protocol, cell, batch)
         if "failed" in result:
             notes.append(result["failed"])
             break  # a larger batch would not fit either
-        if _whole(result["peaks"]) > result.get("loading", 0.0):
+        if max(result["peaks"].values()) > result.get("loading", 0.0):
             results[batch] = result
         else:
             notes.append(f"batch {batch} took less than loading the model, and is left out")
@@ -250,17 +235,13 @@ def summarize_memory(
     if not results:
         return summary
     kind = results[0]["kind"]
-    summary |= {"kind": kind, **_line(batches, [_whole(result["peaks"]) for result in results])}
+    summary |= {"kind": kind, **_line(batches, [max(result["peaks"].values()) for result in results])}
     if all(set(STAGES) <= set(result["peaks"]) for result in results):
         summary["stages"] = {stage: _line(batches, [result["peaks"][stage] for result in results]) for stage in STAGES}
     if all("reserved" in result for result in results):
-        reserved = _line(batches, [_whole(result["reserved"]) for result in results])
+        reserved = _line(batches, [max(result["reserved"].values()) for result in results])
         summary["reserved"] = {"kind": kind.replace("allocated", "reserved"), **reserved}
     return summary
-
-
-def _whole(peaks: Mapping[str, float]) -> float:
-    return max(peaks.values())
 
 
 def _line(batches: Sequence[int], peaks: Sequence[float]) -> dict[str, Any]:
@@ -297,8 +278,8 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
         return {"failed": f"out of memory at batch {batch}"}
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise RunFailure(f"memory not measured at batch {batch}: {reason}")
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ElfattFailure(f"memory not measured at batch {batch}: {said}")
     result: dict[str, Any] = json.loads(lines[-1])
     if "error" in result:
         raise ElfattError(result["error"])
@@ -307,46 +288,35 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
-    """Run a row once in this process and read the peak of each stage."""
+    """Run a row once in this process and read the peak of each stage, or of all where the meter cannot start again."""
     pipe = load_protocol_pipeline(protocol)
     short = dataclasses.replace(protocol, steps=(protocol.memory or Memory()).steps or protocol.steps)
-    stages = _Stages(PeakMeter(denoiser(pipe).device))
+    meter = PeakMeter(denoiser(pipe).device)
+    restarts, peaks, reserved = meter.restart(), dict[str, float](), dict[str, float]()
+    loading = {} if restarts else {"loading": (meter.read() or 0) / _GIB}
+
+    def close(stage: str) -> None:
+        """Read the peak of a stage that has just ended; only its first end counts."""
+        if stage in peaks or (not restarts and stage != "all"):
+            return
+        peaks[stage] = (meter.read() or 0) / _GIB
+        if (held := meter.read_reserved()) is not None:
+            reserved[stage] = held / _GIB
+        meter.restart()
+
     handles = [
-        denoiser(pipe).register_forward_pre_hook(lambda *_: stages.close("text"), prepend=True),
-        pipe.vae.decoder.register_forward_pre_hook(lambda *_: stages.close("unet")),
+        denoiser(pipe).register_forward_pre_hook(lambda *_: close("text"), prepend=True),
+        pipe.vae.decoder.register_forward_pre_hook(lambda *_: close("unet")),
     ]
-    seeds = [image_seed(protocol, cell, index) for index in range(batch)]
+    prompts, seeds = _given(protocol, cell, batch)
     try:
         with row_patch(pipe, cell, seeds[0]):
-            to_uint8(make_images(pipe, short, cycled_prompts(protocol, batch), seeds))
+            to_uint8(make_images(pipe, short, prompts, seeds))
     finally:
         for handle in handles:
             handle.remove()
-    return stages.finish()
-
-
-class _Stages:
-    """Reads a meter at the end of each stage of a pipeline, or once at the end of all where it cannot start again."""
-
-    def __init__(self, meter: PeakMeter) -> None:
-        self.meter, self.restarts = meter, meter.restart()
-        self.loading = {} if self.restarts else {"loading": (meter.read() or 0) / _GIB}
-        self.peaks: dict[str, float] = {}
-        self.reserved: dict[str, float] = {}
-
-    def close(self, stage: str) -> None:
-        """Read the peak of a stage that has just ended; only its first end counts."""
-        if stage in self.peaks or (not self.restarts and stage != "all"):
-            return
-        self.peaks[stage] = (self.meter.read() or 0) / _GIB
-        if (held := self.meter.read_reserved()) is not None:
-            self.reserved[stage] = held / _GIB
-        self.meter.restart()
-
-    def finish(self) -> dict[str, Any]:
-        self.close("vae" if self.restarts else "all")
-        reserved = {"reserved": self.reserved} if self.reserved else {}
-        return {"kind": self.meter.kind, "peaks": self.peaks, **self.loading, **reserved}
+    close("vae" if restarts else "all")
+    return {"kind": meter.kind, "peaks": peaks, **loading, **({"reserved": reserved} if reserved else {})}
 
 
 def _worker() -> None:
@@ -362,7 +332,7 @@ def _worker() -> None:
         if is_out_of_memory(error):
             result = {"failed": f"out of memory {at}"}
         else:
-            result = {"error": reason(f"memory not measured {at}", error)}
+            result = {"error": f"memory not measured {at}: {in_plain_words(error)}"}
     print(json.dumps(result))
 
 

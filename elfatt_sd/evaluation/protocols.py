@@ -8,11 +8,12 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from elfatt_sd.config import PatchConfig, known_method
@@ -42,7 +43,6 @@ _UNGIVEN: list[tuple[str, Any]] = [
     ("negative_prompt", ""),
 ]  # keys that are younger than results that are published
 NAME = "letters, digits and . _ - + =, and no name that a system keeps for itself"
-_ABSENT = object()
 QUICK_STEPS = 2  # of each call that measures memory, in a quick look
 _FOLDERS = (Path("eval"), Path(__file__).parents[2] / "eval", Path(__file__).parent / "protocols")
 
@@ -203,7 +203,12 @@ class Protocol:
             raise refused(f"{len(baselines)} cells of role 'baseline' ({named})", "exactly one")
         for choice in self.metrics:
             check_side(choice.metric, self.height, self.width)
-        _check_published(self.published)
+        known_keys("published.", self.published, ("source", "rows"))
+        rows = self.published.get("rows", [])
+        if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) and "label" in row for row in rows):
+            raise refused("published.rows", "a list of tables, each with a label")
+        for row in rows:
+            known_keys(f"published.rows[{row['label']}].", row, ("label", *PRINTED, *setting_names()))
 
     @property
     def baseline(self) -> Cell:
@@ -220,26 +225,19 @@ class Protocol:
         return frozenset(cell.peer for cell in self.cells if cell.peer)
 
     def cell(self, name: str) -> Cell:
-        for cell in self.cells:
-            if cell.name == name:
-                return cell
-        raise refused(f"cell {name!r}", ", ".join(cell.name for cell in self.cells))
+        return next(cell for cell in self.cells if cell.name == name)
 
     def to_dict(self) -> dict[str, Any]:
-        data = _plain(dataclasses.asdict(self))
+        data = dataclasses.asdict(self)
         for cell, row in zip(self.cells, data["cells"], strict=True):
-            row["config"] = _plain(cell.config().to_dict())
-        return dict(data)
+            row["config"] = cell.config().to_dict()
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(data))  # with lists for tuples
+        return plain
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Protocol:
-        data = {"cells": (), **data}
-        if isinstance(data["cells"], list | tuple):
-            data["cells"] = [
-                {key: row[key] for key in row if key != "config"} if isinstance(row, Mapping) else row
-                for row in data["cells"]
-            ]
-        return checked(data, cls)
+        cells = [{key: cell[key] for key in cell if key != "config"} for cell in data.get("cells", ())]
+        return checked({**data, "cells": cells}, cls)
 
     @property
     def identity(self) -> str:
@@ -255,47 +253,25 @@ def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List what differs between two protocols' data, as lines such as `steps: 50 there, 25 here`."""
-    old, new = _flat(decisive(before)), _flat(decisive(now))
-    return [
-        f"{key}: {old.get(key, 'absent')!s} there, {new.get(key, 'absent')!s} here"
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key, _ABSENT) != new.get(key, _ABSENT)
-    ]
+    """List what differs between nested tables, as lines such as `time.repeats: 5 there, 3 here`; rows go by names."""
+
+    def flat(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            value = {item.get("name", index): item for index, item in enumerate(value)}
+        if not isinstance(value, Mapping):
+            yield place, value
+            return
+        for key, item in value.items():
+            yield from flat(item, f"{place}.{key}" if place else str(key))
+
+    old, new = dict(flat(before)), dict(flat(now))
+    pairs = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in dict.fromkeys([*old, *new])}
+    return [f"{key}: {there} there, {here} here" for key, (there, here) in pairs.items() if there != here]
 
 
 def check_packages(protocol: Protocol) -> None:
     """Check that the packages are installed which all stages of a run need together."""
     need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers))
-
-
-def _check_published(published: Mapping[str, Any]) -> None:
-    """Check the names in a table of printed figures; it may be empty."""
-    known_keys("published.", published, ("source", "rows"))
-    rows = published.get("rows", [])
-    if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) and "label" in row for row in rows):
-        raise refused("published.rows", "a list of tables, each with a label")
-    for row in rows:
-        known_keys(f"published.rows[{row['label']}].", row, ("label", *PRINTED, *setting_names()))
-
-
-def _plain(value: Any) -> Any:
-    """Turn tuples into lists, as JSON has them."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables; rows go by their names."""
-    if isinstance(value, Mapping):
-        items = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-        items = [(str(item.get("name", index)), item) for index, item in enumerate(value)]
-    else:
-        return {prefix: value}
-    leaves = (_flat(item, f"{prefix}.{key}" if prefix else key) for key, item in items)
-    return {name: leaf for each in leaves for name, leaf in each.items()}
 
 
 def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit: int | None = None) -> Protocol:
@@ -306,9 +282,8 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
         _make_quick(data, limit)
     for override in overrides:
         _override(data, override)
-    for table, key, nothing in (("time", "repeats", 0), ("memory", "batches", [])):  # then nothing is to be measured
-        settings = data.get(table)
-        if isinstance(settings, dict) and settings.get(key) == nothing and settings.get(key) is not False:
+    for table, key in (("time", "repeats"), ("memory", "batches")):
+        if isinstance(settings := data.get(table), dict) and settings.get(key) in (0, []):  # nothing is to be measured
             del data[table]
     cells = data.get("cells")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
@@ -321,9 +296,11 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
             raise refused(f"published={name!r}", "a table with source and rows, or the name of a protocol that has one")
     try:
         protocol = checked(data, Protocol)
-        _check_plain(data)
+        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
     except ElfattError as error:
         raise ElfattError(f"{path}: {error}") from error
+    except (TypeError, ValueError) as error:  # no file of a run can hold it
+        raise ElfattError(f"{path}: {error}; give text in UTF-8, finite numbers, true and false.") from error
     return protocol
 
 
@@ -332,24 +309,6 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_plain(path).decode("utf-8"))
     except (ValueError, RecursionError) as error:  # numbers of too many digits included
         raise ElfattError(f"{path} is not valid TOML: {error}.") from error
-    except OSError as error:
-        raise ElfattError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _check_plain(data: Any, place: str = "") -> None:
-    """Refuse what JSON cannot hold: dates, numbers that are not finite, and text that is not UTF-8."""
-    if isinstance(data, Mapping):
-        for key, value in data.items():
-            _check_plain(key, place)
-            _check_plain(value, f"{place}.{key}" if place else str(key))
-    elif isinstance(data, list | tuple):
-        for index, value in enumerate(data):
-            _check_plain(value, f"{place}[{index}]")
-    else:
-        try:
-            json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise refused(ascii(f"{place}={data}")[1:-1], "text in UTF-8, finite numbers, true and false") from error
 
 
 def _find(path_or_name: str | Path) -> Path:
@@ -372,37 +331,29 @@ def _override(data: dict[str, Any], override: str) -> None:
     *tables, last = [part.strip() for part in key.split(".")]
     if last == "cells":
         raise ElfattError(f"override {override!r} is not accepted; rows are changed in the protocol's file.")
-    if not equals or not last or len(tables) > 1:
+    target = data.setdefault(tables[0], {}) if tables else data
+    if not equals or not last or len(tables) > 1 or not isinstance(target, dict):
         raise ElfattError(f"override {override!r} is not accepted; give key=value or table.key=value.")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        target[last] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text
-    target = data
-    for table in tables:
-        target = target.setdefault(table, {})
-        if not isinstance(target, dict):
-            raise ElfattError(f"override {override!r} is not accepted; {table!r} is not a table.")
-    target[last] = value
+        target[last] = text
 
 
 def _make_quick(data: dict[str, Any], limit: int) -> None:
     """Limit the images of a row, the rounds and batch of the timing, and the batch sizes and steps of the memory."""
+
+    def at_most(value: Any, most: int) -> Any:
+        return min(value, most) if isinstance(value, int) else value  # what is no number is refused later
+
     data["limit"] = limit
-    timing, memory = data.get("time"), data.get("memory")
-    if isinstance(timing, dict):
-        batch = timing.get("batch") or data.get("batch", 1)
-        timing["repeats"] = _at_most(timing.get("repeats", Time.repeats), limit)
-        timing["batch"] = _at_most(batch, limit)
-    if isinstance(memory, dict):
-        batches = memory.get("batches", list(Memory.batches))
-        if isinstance(batches, list) and all(isinstance(batch, int) for batch in batches):
+    if isinstance(timing := data.get("time"), dict):
+        timing["repeats"] = at_most(timing.get("repeats", Time.repeats), limit)
+        timing["batch"] = at_most(timing.get("batch") or data.get("batch", 1), limit)
+    if isinstance(memory := data.get("memory"), dict):
+        if isinstance(batches := memory.get("batches", [*Memory.batches]), list):
             memory["batches"] = sorted(set(batches))[:2]
-        memory["steps"] = _at_most(memory.get("steps") or data.get("steps", QUICK_STEPS), QUICK_STEPS)
-
-
-def _at_most(value: Any, most: int) -> Any:
-    return min(value, most) if isinstance(value, int) else value  # what is no number is refused later
+        memory["steps"] = at_most(memory.get("steps") or data.get("steps", QUICK_STEPS), QUICK_STEPS)
 
 
 def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -418,8 +369,7 @@ def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if unknown:
             accepted = ", ".join(sorted(fields.union(setting_names())))
             raise ElfattError(f"key {unknown[0]!r} of cell {number} is not known; accepted: {accepted}.")
-        for chosen in _choices(settings, f"cell {number}"):
-            expanded += [_row({**own, **swept}, chosen) for swept in _expand_phases(own.get("phases"), number)]
+        expanded += _rows(own, settings, number)
     for count, row in enumerate((row for row in expanded if row.get("role") == "null"), 1):
         row.setdefault("seed_offset", count * NULL_SEED_OFFSET)
     return expanded
@@ -439,34 +389,27 @@ def _with_saved(cell: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {"method": saved.method, **phases, **changed, **given}
 
 
-def _choices(values: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    empty = [key for key, value in values.items() if value == []]
-    if empty:
-        raise refused(f"{empty[0]}=[] of {where}", "a value, or a list of at least one")
-    lists = [value if isinstance(value, list) else [value] for value in values.values()]
-    return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*lists)]
-
-
-def _expand_phases(phases: Any, number: int) -> list[dict[str, Any]]:
+def _rows(own: Mapping[str, Any], settings: Mapping[str, Any], number: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each choice among the values of a cell's settings, and of those of its phases."""
+    phases = own.get("phases")
     if not isinstance(phases, list) or not all(isinstance(phase, dict) for phase in phases):
-        return [{}]  # none; or what `Cell` will refuse
-    lists = {(place, key): value for place, phase in enumerate(phases) for key, value in phase.items()}
-    lists = {where: value for where, value in lists.items() if isinstance(value, list)}
+        phases = []  # none; or what `Cell` will refuse
+    values = {(place, key): value for place, phase in enumerate(phases) for key, value in phase.items()}
+    lists = {where: value for where, value in values.items() if isinstance(value, list)}
     keys = [key for _, key in lists]
-    titles = {(place, key): key if keys.count(key) == 1 else f"phase{place + 1}_{key}" for place, key in lists}
-    rows = []
-    for chosen in _choices({titles[where]: value for where, value in lists.items()}, f"cell {number}"):
-        own = [dict(phase) for phase in phases]
-        for (place, key), title in titles.items():
-            own[place][key] = chosen[title]
-        rows.append({"phases": own, "swept": chosen})
-    return rows
-
-
-def _row(own: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    titles = [key if keys.count(key) == 1 else f"phase{place + 1}_{key}" for place, key in lists]
+    names, choices = [*settings, *titles], [*settings.values(), *lists.values()]
+    if [] in choices:
+        raise refused(f"{names[choices.index([])]}=[] of cell {number}", "a value, or a list of at least one")
     method = str(own.get("method", "custom" if own.keys() & {"phases", "per_layer"} else "sd"))
     base = str(own.get("peer")) if own.get("peer") else ("null" if own.get("role") == "null" else method)
-    varied = [*settings.items(), *own.get("swept", {}).items()]
     base = str(own.get("name", re.sub(r"[^\w.=+-]", "-", base)))
-    name = "-".join([base, *(f"{key}{value}" for key, value in varied)])
-    return {"label": method, **own, "method": method, "name": name, "settings": settings}
+    for chosen in itertools.product(*(value if isinstance(value, list) else [value] for value in choices)):
+        name = "-".join([base, *(f"{title}{value}" for title, value in zip(names, chosen, strict=True))])
+        row = {"label": method, **own, "method": method, "name": name}
+        row["settings"], swept = dict(zip(settings, chosen, strict=False)), chosen[len(settings) :]
+        if phases:
+            row |= {"phases": [dict(phase) for phase in phases], "swept": dict(zip(titles, swept, strict=True))}
+        for (place, key), value in zip(lists, swept, strict=True):
+            row["phases"][place][key] = value
+        yield row

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.protocols import Cell
+from elfatt_sd.evaluation.protocols import Cell, differences
+from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.files import check_file, read_json
 from elfatt_sd.peers import PEERS
 
@@ -29,29 +30,26 @@ _KERNELS = {  # the package that an attention backend comes from
 
 
 def same_images(before: Mapping[str, Any], now: Mapping[str, Any], cells: Iterable[Cell]) -> list[str]:
-    """List what differs between two environments so that images could differ too."""
-    rows = list(cells)
-    old, new = ({key: value for cell in rows for key, value in _decisive(each, cell).items()} for each in (before, now))
-    return [f"{key}: {old[key]} there, {new[key]} here" for key in new if old[key] != new[key]]
-
-
-def _decisive(environment: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
-    config, cuda = cell.config(), environment.get("cuda") or {}
-    packages = [*_DECISIVE_PACKAGES, *([PEERS[cell.peer].package or "diffusers"] if cell.peer else [])]
-    found = {key: environment.get(key) for key in _DECISIVE}
-    found |= {key: cuda.get(key) for key in _DECISIVE_CUDA}
-    found["cpu_threads"] = None if cuda else environment.get("cpu_threads")
-    if cell.patched:
-        found["method_sha256"] = environment.get("method_sha256")
-        packages += [_KERNELS[config.attention_backend]] if config.attention_backend in _KERNELS else []
-    installed = environment.get("packages", {})
-    return found | {name: installed.get(name) for name in packages}
+    """List what differs between two environments so that images of some rows could differ too."""
+    sides: list[dict[str, Any]] = [{}, {}]
+    for cell in cells:
+        config = cell.config()
+        keys = [*_DECISIVE, *(["method_sha256"] if cell.patched else [])]
+        packages = [*_DECISIVE_PACKAGES, *([PEERS[cell.peer].package or "diffusers"] if cell.peer else [])]
+        if cell.patched and config.attention_backend in _KERNELS:
+            packages.append(_KERNELS[config.attention_backend])
+        for side, environment in zip(sides, (before, now), strict=True):
+            cuda, installed = environment.get("cuda") or {}, environment.get("packages", {})
+            side |= {key: environment.get(key) for key in keys}
+            side |= {key: cuda.get(key) for key in _DECISIVE_CUDA}
+            side["cpu_threads"] = None if cuda else environment.get("cpu_threads")
+            side |= {name: installed.get(name) for name in packages}
+    return differences(*sides)
 
 
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Index = Annotated[int, Meta(ge=0, le=2**53)]
 SCORES_FORMAT = 5  # of `scores.json`; what earlier versions wrote can still be shown
-Record = TypeVar("Record")
 Ends = Annotated[list[float], Meta(min_length=2)] | None  # of an interval
 
 
@@ -75,11 +73,6 @@ def estimate(value: float | None, ends: Sequence[float] | None = None) -> Estima
 
 
 # A field that was not measured has its default; `null` in a file is the same as no key.
-
-
-class Environment(Struct, frozen=True):
-    packages: dict[str, str] = {}
-    cuda: dict[str, Any] | None = None
 
 
 class RunRecord(Struct, frozen=True):
@@ -109,31 +102,28 @@ class Failure(Struct, frozen=True):
     reason: str
 
 
-class Difference(Struct, frozen=True):
-    """A paired difference to the untouched pipeline."""
-
+class _Valued(Struct, frozen=True):
     value: float | None = None
     interval: Ends = None
+
+    @property
+    def estimate(self) -> Estimate | None:
+        return estimate(self.value, self.interval)
+
+
+class Difference(_Valued, frozen=True):
+    """A paired difference to the untouched pipeline."""
+
     verdict: str | None = None
     images: str | None = None  # `infinite` where it is extrapolated
 
-    @property
-    def estimate(self) -> Estimate | None:
-        return estimate(self.value, self.interval)
 
-
-class Figure(Struct, frozen=True):
+class Figure(_Valued, frozen=True):
     """A distance, an accuracy or a further metric."""
 
-    value: float | None = None
-    interval: Ends = None
     difference: Difference = Difference()
     better: str = ""  # of a metric: `higher`, `lower` or neither
     compares: bool = False  # of a metric: with the untouched images
-
-    @property
-    def estimate(self) -> Estimate | None:
-        return estimate(self.value, self.interval)
 
     @property
     def extrapolated(self) -> bool:
@@ -295,7 +285,7 @@ class ResultsRecord(Struct, frozen=True):
     description: str = ""
     identity: str = ""
     protocol: dict[str, Any] = {}
-    environment: Environment = Environment()
+    environment: dict[str, Any] = {}
     reference: dict[str, ReferenceRecord] = {}
     published: dict[str, Any] = {}
 
@@ -317,13 +307,32 @@ def read_data(path: Path, shape: type[Any], remedy: str, identity: str | None = 
     return data
 
 
-def read_record(path: Path, shape: type[Record], remedy: str) -> Record | None:
-    data = without_nulls(read_json(path, remedy))
-    return None if data is None else check_file(path, data, shape, remedy)
-
-
 def is_whole(path: Path, shape: type[Any], identity: str) -> bool:
     try:
         return read_data(path, shape, "", identity) is not None
     except ElfattError:
         return False
+
+
+_OVER_CLASSES = ("distances", "paired", "accuracy", "metrics")  # parts of a row with intervals over classes
+
+
+def without_intervals_of_few(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Leave out of rows what is of too few classes for a reader: intervals that miss rare damage, and what they bound.
+
+    Those are the intervals of every difference and of every figure but an accuracy, which knows how few classes there
+    are, and the value of a difference that is extrapolated to infinitely many images. `scores.json` keeps all of them.
+    """
+
+    def bare(data: Any, part: str) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        hidden = ["interval"] if part != "accuracy" or "verdict" in data else []
+        hidden += ["value"] if data.get("images") == "infinite" else []
+        return {name: None if name in hidden else bare(value, part) for name, value in data.items()}
+
+    classes = [row.get("classes") for row in rows]
+    few = any(isinstance(count, int) and 0 < count < FEWEST_CLASSES for count in classes)
+    if not few and f"'verdict': {TOO_FEW!r}" not in str([[row.get(part) for part in _OVER_CLASSES] for row in rows]):
+        return list(rows)
+    return [{key: bare(value, key) if key in _OVER_CLASSES else value for key, value in row.items()} for row in rows]

@@ -1,9 +1,8 @@
-"""A run: its folder, its protocol, and its rows, each of which knows its files."""
+"""A run: its folder, its protocol, its rows with their files, and `results.json`, in which all that was measured is."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +12,26 @@ from typing import Any
 
 import msgspec
 
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation.processes import process_state
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
-from elfatt_sd.evaluation.protocols import Cell, Protocol, differences
-from elfatt_sd.evaluation.records import Environment, Failure, MadeImage, RunRecord, same_images
+from elfatt_sd.evaluation.protocols import Protocol, decisive, differences
+from elfatt_sd.evaluation.records import (
+    Cost,
+    Failure,
+    MadeImage,
+    Peaks,
+    RunRecord,
+    Scores,
+    Times,
+    read_data,
+    same_images,
+    without_intervals_of_few,
+)
 from elfatt_sd.files import (
-    check_file,
     folder_lock,
     is_full,
     is_hidden,
-    nearest_existing,
-    parse_json,
     read_plain,
     read_typed,
     visible,
@@ -34,99 +41,70 @@ from elfatt_sd.files import (
 from elfatt_sd.measure import now
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
-STAGES_FILE, COST_FILE = "stages.json", "cost.json"
+STAGES_FILE, COST_FILE, RESULTS_FILE = "stages.json", "cost.json", "results.json"
+STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Times, MEMORY_FILE: Peaks, COST_FILE: Cost}
+FORMAT = 1  # of `results.json`
 _LOST = "put the file back from a copy, as what made the images is recorded nowhere else; or give a new folder"
+_SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed", "metrics")
 
 
-class RunFailure(RuntimeError):
-    """Work that failed although it was asked for rightly; the message is one line."""
-
-
-@dataclass(frozen=True)
 class RowFolder:
-    """The folder of a row, and where its files are."""
+    """The folder of a row: its images, and what is recorded of them."""
 
-    folder: Path
-
-    @property
-    def images_folder(self) -> Path:
-        return self.folder / "images"
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.name = folder, folder.name
+        self.images_folder = folder / "images"
+        self.manifest = folder / "manifest.jsonl"  # of the images with their hashes; it is there once all of them are
+        self.batches_folder = folder / "batches"  # with a list for each batch while the row is not finished
+        self.failure_file = folder / "failed.json"
 
     def image_file(self, index: int) -> Path:
         return self.images_folder / f"{index:05d}.png"
-
-    @property
-    def manifest(self) -> Path:
-        return self.folder / "manifest.jsonl"  # of the images with their hashes; it is there once all of them are
-
-    @property
-    def batches_folder(self) -> Path:
-        return self.folder / "batches"  # with a list for each batch while the row is not finished
-
-    @property
-    def finished(self) -> bool:
-        return self.manifest.is_file()
-
-    def made_images(self) -> list[MadeImage]:
-        if not self.manifest.exists():
-            raise ElfattError(f"{self.manifest} does not exist; row {self.folder.name!r} is not made yet.")
-        return self._listed([self.manifest], f"delete the file to make row {self.folder.name!r} again")
-
-    def known_images(self) -> list[MadeImage]:
-        """Return what was generated so far, also where the row is not finished."""
-        lists = [self.manifest] if self.finished else visible(self.batches_folder.glob("*.jsonl"))
-        remedy = f"delete the file to make {'row' if self.finished else 'these images of'} {self.folder.name!r} again"
-        return self._listed(lists, remedy)
-
-    def _listed(self, lists: Sequence[Path], remedy: str) -> list[MadeImage]:
-        made: list[MadeImage] = []
-        for path in lists:
-            try:
-                content = read_plain(path)
-            except OSError as error:
-                raise ElfattError(f"{path} cannot be read ({error.strerror}); {remedy}.") from error
-            for number, line in enumerate(content.split(b"\n"), 1):  # a prompt may hold other marks that end lines
-                if line.strip():
-                    place = f"{path}, line {number}"
-                    try:
-                        data = parse_json(line)
-                    except ValueError as error:
-                        raise ElfattError(f"{place} is damaged ({error}); {remedy}.") from error
-                    made.append(check_file(place, data, MadeImage, remedy))
-        for index, image in enumerate(made if self.finished else ()):
-            if image.index != index:
-                what = f"{self.manifest}: index={image.index} of image {index + 1}"
-                raise ElfattError(f"{what} is not accepted; accepted: {index}; {remedy}.")
-        return made
-
-
-@dataclass(frozen=True)
-class Row(RowFolder):
-    cell: Cell  # the method with its settings
-    first_seed: int  # of the first image; the next ones count up
-
-    @property
-    def name(self) -> str:
-        return self.cell.name
 
     def batch_file(self, number: int) -> Path:
         return self.batches_folder / f"{number:06d}.jsonl"
 
     @property
+    def finished(self) -> bool:
+        return self.manifest.is_file()
+
+    @property
     def begun(self) -> bool:
         return self.finished or self.batches_folder.is_dir()
 
+    @property
+    def failure(self) -> str | None:
+        found = read_typed(self.failure_file, Failure, "delete it")
+        return None if found is None else found.reason
+
+    def made_images(self) -> list[MadeImage]:
+        if not self.finished:
+            raise ElfattError(f"{self.manifest} does not exist; row {self.name!r} is not made yet.")
+        made, remedy = self.known_images(), f"delete the file to make row {self.name!r} again"
+        for place, image in enumerate(made):
+            if image.index != place:
+                said = f"index={image.index} of image {place + 1} is not accepted; accepted: {place}"
+                raise ElfattError(f"{self.manifest}: {said}; {remedy}.")
+        return made
+
+    def known_images(self) -> list[MadeImage]:
+        """Return what was generated so far, also where the row is not finished."""
+        if self.finished:
+            return _images_in(self.manifest, f"delete the file to make row {self.name!r} again")
+        remedy = f"delete the file to make these images of {self.name!r} again"
+        lists = visible(self.batches_folder.glob("*.jsonl"))
+        return [image for path in lists for image in _images_in(path, remedy)]
+
     def has_batch(self, number: int, prompts: Sequence[Prompt]) -> bool:
         try:
-            made = self._listed([self.batch_file(number)], "")
+            made = _images_in(self.batch_file(number), "")
         except ElfattError:
             return False
         return [each.index for each in made] == [each.index for each in prompts]
 
     def add_batch(self, number: int, made: Sequence[MadeImage]) -> None:
-        # the images are in their places: this commits them
-        lines = [json.dumps(msgspec.structs.asdict(each), ensure_ascii=False) + "\n" for each in made]
-        write_file(self.batch_file(number), "".join(lines).encode())
+        """Commit images that are in their places."""
+        write_file(self.batch_file(number), msgspec.json.Encoder().encode_lines(made))
 
     def finish(self, manifest: bytes) -> None:
         self.failure_file.unlink(missing_ok=True)  # first: no finished row is ever said to have failed
@@ -136,14 +114,19 @@ class Row(RowFolder):
     def fail(self, reason: str) -> None:
         write_json(self.failure_file, {"reason": reason})
 
-    @property
-    def failure_file(self) -> Path:
-        return self.folder / "failed.json"
 
-    @property
-    def failure(self) -> str | None:
-        found = read_typed(self.failure_file, Failure, "delete it")
-        return None if found is None else found.reason
+def _images_in(path: Path, remedy: str) -> list[MadeImage]:
+    made, decoder = list[MadeImage](), msgspec.json.Decoder(MadeImage)
+    try:
+        lines = read_plain(path).split(b"\n")  # a prompt may hold other marks that end lines
+    except OSError as error:
+        raise ElfattError(f"{path} cannot be read ({error.strerror}); {remedy}.") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            made += [decoder.decode(line)] if line.strip() else []
+        except msgspec.MsgspecError as error:
+            raise ElfattError(f"{path}, line {number} is damaged ({error}); {remedy}.") from error
+    return made
 
 
 @dataclass(frozen=True)
@@ -156,29 +139,24 @@ class Run:
     @classmethod
     def open(cls, folder: Path) -> Run:
         record = _read_record(folder)
-        if record is None:
-            raise ElfattError(f"{folder} holds no run ({RUN_FILE} is missing); give a folder that `eval run` has made.")
         try:
             return cls(folder, Protocol.from_dict(record.protocol))
         except ElfattError as error:
             raise ElfattError(f"{folder / RUN_FILE}: {str(error).removesuffix('.')}; {_LOST}.") from error
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
-        first = self.protocol.seed
-        return tuple(
-            Row(self.folder / "cells" / cell.name, cell, first + cell.seed_offset) for cell in self.protocol.cells
-        )
+    def rows(self) -> tuple[RowFolder, ...]:
+        return tuple(RowFolder(self.folder / "cells" / cell.name) for cell in self.protocol.cells)
 
     @property
-    def baseline(self) -> Row:
+    def baseline(self) -> RowFolder:
         return self.row(self.protocol.baseline.name)
 
     @property
-    def finished(self) -> list[Row]:
+    def finished(self) -> list[RowFolder]:
         return [row for row in self.rows if row.finished]
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> RowFolder:
         return self.rows[self.protocol.cells.index(self.protocol.cell(name))]
 
     @cached_property
@@ -190,57 +168,52 @@ class Run:
         size = self.protocol.batch
         return [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
 
-    def shows_its_prompts(self, row: Row, made: Sequence[MadeImage]) -> bool:
-        wanted = [(each.index, each.text, each.class_index, row.first_seed + each.index) for each in self.prompts]
+    def lists_its_prompts(self, row: RowFolder, made: Sequence[MadeImage]) -> bool:
+        first = self.protocol.seed + self.protocol.cell(row.name).seed_offset
+        wanted = [(each.index, each.text, each.class_index, first + each.index) for each in self.prompts]
         return [(each.index, each.prompt, each.class_index, each.seed) for each in made] == wanted
 
     @property
     def record(self) -> RunRecord:
-        found = _read_record(self.folder)
-        if found is None:
-            raise ElfattError(f"{self.folder} holds no run ({RUN_FILE} is missing); generate its images first.")
-        return found
+        return _read_record(self.folder)
+
+    @property
+    def begun(self) -> bool:
+        return (self.folder / RUN_FILE).exists()
 
     def check(self) -> None:
         """Refuse a folder that belongs to another protocol or to something else."""
         source = Path(self.protocol.reference.source).resolve()
         if source.exists() and source.is_relative_to(self.folder.resolve()):
             raise ElfattError(f"reference {source} is of this run; give images that it is compared with.")
-        record = _read_record(self.folder)
-        if record is None:
-            there = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-            for name in there:
-                if not is_hidden(name) and not name.endswith(".part"):
-                    said = f"is not empty and holds no run (there is {name!r})"
+        if not self.begun:
+            for path in self.folder.iterdir() if self.folder.is_dir() else ():
+                if not is_hidden(path.name) and path.suffix != ".part":
+                    said = f"is not empty and holds no run (there is {path.name!r})"
                     raise ElfattError(f"{self.folder} {said}; give a new folder.")
             return
-        now = self.protocol.to_dict()
+        record, now = self.record, self.protocol.to_dict()
         if record.identity != self.protocol.identity:
-            listed = "; ".join(differences(record.protocol, now)) or "the file was edited"
+            listed = "; ".join(differences(decisive(record.protocol), decisive(now))) or "the file was edited"
             raise ElfattError(f"{self.folder} holds a run of another specification ({listed}); {self._new_folder}.")
         if record.protocol != now:  # a description or a printed figure was mended
-            self._write(record, protocol=now)
+            self.begin(record.environment)
 
     def check_environment(self, environment: Mapping[str, Any]) -> None:
         """Refuse to go on where images would come out differently."""
-        record = _read_record(self.folder)
-        begun = [row.cell for row in self.rows if row.begun]
-        changed = same_images(record.environment, environment, begun) if record else []
-        if changed:
+        begun = [self.protocol.cell(row.name) for row in self.rows if row.begun]
+        if self.begun and (changed := same_images(self.record.environment, environment, begun)):
             raise ElfattError(
                 f"{self.folder} was begun where images come out differently ({'; '.join(changed)}); "
                 f"go on there, or {self._new_folder}."
             )
 
     def begin(self, environment: Mapping[str, Any]) -> None:
-        """Write `run.json`, or note in it what makes the images from now on."""
-        new = RunRecord(1, self.protocol.identity, now(), self.protocol.to_dict(), {})
-        self._write(_read_record(self.folder) or new, environment=dict(environment))
-
-    def _write(self, record: RunRecord, **changes: Any) -> None:
-        data = msgspec.structs.asdict(msgspec.structs.replace(record, **changes))
-        name = {"format": data.pop("format"), "name": self.protocol.name}
-        write_json(self.folder / RUN_FILE, {**name, **data})
+        """Write `run.json`, with what makes the images from now on."""
+        created = self.record.created if self.begun else now()
+        data = {"format": 1, "name": self.protocol.name, "identity": self.protocol.identity, "created": created}
+        data |= {"protocol": self.protocol.to_dict(), "environment": dict(environment)}
+        write_json(self.folder / RUN_FILE, data)
 
     @property
     def _new_folder(self) -> str:
@@ -253,31 +226,71 @@ class Run:
         with clear_disk_errors(self.folder), folder_lock(self.folder) if first else contextlib.nullcontext():
             yield first
 
-    @property
-    def free_gib(self) -> float:
-        """The free space of the disk that the folder is or will be on, in GiB."""
-        return shutil.disk_usage(nearest_existing(self.folder)).free / 2**30
+    def results(self) -> dict[str, Any]:
+        """Return the rows with everything that was measured so far; what was not is None."""
+        record, protocol = self.record, self.protocol
+        remedy = "delete the file, and give the `eval run` command again"
+        found = {
+            name: read_data(self.folder / name, shape, remedy, record.identity) or {}
+            for name, shape in STAGE_FILES.items()
+        }
+        environment, time = dict(record.environment), found[TIME_FILE]
+        if time:
+            kept = ("measured", "environment", "clocks", "note")
+            environment["timing"] = {key: time[key] for key in kept if time.get(key)}
+        rows = []
+        for cell, row in zip(protocol.cells, self.rows, strict=True):
+            score, *others = (data.get("rows", {}).get(row.name) or {} for data in found.values())
+            images = score.get("images")
+            rows.append(
+                {
+                    "cell": cell.name,
+                    "label": cell.label,
+                    "method": cell.method,
+                    "peer": cell.peer or None,
+                    "settings": cell.shown,
+                    "role": cell.role,
+                    **{key: score.get(key) for key in _SCORED},
+                    "images": len(row.made_images()) if images is None and row.finished else images,
+                    **{key: other or None for key, other in zip(("time", "memory", "cost"), others, strict=True)},
+                    "failed": row.failure,
+                }
+            )
+        return {
+            "format": FORMAT,
+            "name": protocol.name,
+            "description": " ".join(protocol.description.split()),
+            "identity": record.identity,
+            "created": record.created,
+            "protocol": record.protocol,
+            "environment": environment,
+            "reference": found[SCORES_FILE].get("references"),
+            "rows": without_intervals_of_few(rows),
+            "published": record.protocol.get("published") or None,
+        }
+
+    def write_results(self) -> dict[str, Any]:
+        results = self.results()
+        write_json(self.folder / RESULTS_FILE, results)
+        return results
 
 
-def _read_record(folder: Path) -> RunRecord | None:
-    path = folder / RUN_FILE
-    found = read_typed(path, RunRecord, _LOST)
-    if found is not None:
-        check_file(path, found.environment, Environment, _LOST)
-    return found
+def _read_record(folder: Path) -> RunRecord:
+    record = read_typed(folder / RUN_FILE, RunRecord, _LOST)
+    if record is None:
+        raise ElfattError(f"{folder} holds no run ({RUN_FILE} is missing); give a folder that `eval run` has made.")
+    return record
 
 
 @contextlib.contextmanager
 def clear_disk_errors(folder: Path) -> Iterator[None]:
     """Turn a full disk, or a place that is not a file or cannot be written, into one clear line."""
-    again = "and give the same command again."
     try:
         yield
     except OSError as error:
-        if is_full(error):
-            said = f"no space left on the disk of {folder}; finished work is kept: make room {again}"
-            raise RunFailure(said) from error
-        if not (error.filename and error.strerror):
+        if not is_full(error) and not (error.filename and error.strerror):
             raise
-        said = f"{error.filename}: {error.strerror}; finished work is kept: mend that {again}"
-        raise RunFailure(said) from error
+        said, mend = f"{error.filename}: {error.strerror}", "mend that"
+        if is_full(error):
+            said, mend = f"no space left on the disk of {folder}", "make room"
+        raise ElfattFailure(f"{said}; finished work is kept: {mend} and give the same command again.") from error

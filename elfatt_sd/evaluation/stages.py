@@ -1,4 +1,4 @@
-"""All stages in order: reference, images, scores, time, memory, report.
+"""All stages in order (reference, images, scores, time, memory, report), and the check of a finished run.
 
 A stage is skipped when it is finished and its inputs did not change.
 """
@@ -6,89 +6,126 @@ A stage is skipped when it is finished and its inputs did not change.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation.extraction import every_minute
-from elfatt_sd.evaluation.generate import generate, write_cost
+from elfatt_sd.evaluation.generate import generate, row_costs, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
-from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time, program_of
-from elfatt_sd.evaluation.metrics.base import MetricChoice
-from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_enough, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
+from elfatt_sd.evaluation.metrics.scores import check_enough, load_metrics
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.prompts import run_prompts
-from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages
-from elfatt_sd.evaluation.records import SCORES_FORMAT, Peaks, Scores, Times, is_whole, read_record
-from elfatt_sd.evaluation.reference import check_given, check_images, is_moments
-from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, write_results
-from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME_FILE, Run, RunFailure
+from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages, decisive
+from elfatt_sd.evaluation.records import SCORES_FORMAT, ResultsRecord, is_whole, read_data
+from elfatt_sd.evaluation.reference import check_given
+from elfatt_sd.evaluation.run import (
+    COST_FILE,
+    MEMORY_FILE,
+    RESULTS_FILE,
+    RUN_FILE,
+    SCORES_FILE,
+    STAGE_FILES,
+    STAGES_FILE,
+    TIME_FILE,
+    RowFolder,
+    Run,
+    clear_disk_errors,
+)
 from elfatt_sd.evaluation.score import build_references, load_extractors, network_device, score_inputs, score_run
-from elfatt_sd.files import check_writable, read_typed, sha256_of_data, sha256_of_file, write_json
-from elfatt_sd.loading import pick_device, pick_dtype
+from elfatt_sd.files import (
+    cache_folder,
+    check_writable,
+    nearest_existing,
+    read_json,
+    read_typed,
+    sha256_of_data,
+    sha256_of_file,
+    visible,
+    write_json,
+)
+from elfatt_sd.loading import check_model, pick_device, pick_dtype
 from elfatt_sd.measure import Stopwatch
+from elfatt_sd.progress import Progress
 
 _REMEDY = "delete it"
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
+TOLERANCE = 1e-3  # of figures that are computed again: another machine sums in another order
+_ROUNDING = 1e-9
 
 
 def to_do(run: Run) -> str:
-    """Say what is left to do of a run, by its stages."""
-    protocol, batches = run.protocol, list(enumerate(run.batches))
+    """Say what is left to do of a run: images, and stages by their names."""
+    protocol, batches, done = run.protocol, list(enumerate(run.batches)), _done_before(run)
     left = [each for row in run.rows if not row.finished for number, each in batches if not row.has_batch(number, each)]
+    wanted = {"score": True, "time": protocol.time is not None, "memory": protocol.memory is not None, "report": True}
     parts = [f"{sum(map(len, left))} images of {protocol.steps} steps"] if left else []
-    timed = read_record(run.folder / TIME_FILE, Times, _REMEDY)
-    weighed = read_record(run.folder / MEMORY_FILE, Peaks, _REMEDY) or Peaks("", {}, {}, {})
-    if protocol.time is not None and (timed is None or timed.errors):
-        parts += [f"{protocol.time.repeats} rounds of {len(protocol.cells)} rows to time"]
-    if protocol.memory is not None:
-        programs = {program_of(cell) for cell in protocol.cells if cell.name not in weighed.rows}
-        count = len(programs - weighed.programs.keys()) * len(set(protocol.memory.batches))
-        parts += [f"{count} processes to measure the memory"] if count else []
-    parts += [] if (run.folder / SCORES_FILE).exists() and not left else ["the scores"]
-    return ", ".join(parts) or "nothing"
+    return ", ".join([*parts, *(stage for stage in wanted if wanted[stage] and stage not in done)]) or "nothing"
 
 
-def count_images(run: Run) -> int:
-    return len(run.prompts) * len(run.rows)
+def _done_before(run: Run) -> dict[str, str]:
+    """Return the hash of what each stage was made from, by its name."""
+    with contextlib.suppress(ElfattError):
+        return read_typed(run.folder / STAGES_FILE, dict[str, str], "") or {}
+    return {}
 
 
-def disk_gib(run: Run) -> float:
-    """Estimate the disk that the images of a run take, in GiB."""
-    pixels = run.protocol.frames * run.protocol.height * run.protocol.width
-    return count_images(run) * pixels * _PNG_BYTES_PER_PIXEL / 2**30
+def extent(run: Run) -> str:
+    """Say how many images a run has, and what they take of the disk, as an estimate."""
+    count, pixels = len(run.prompts) * len(run.rows), run.protocol.frames * run.protocol.height * run.protocol.width
+    needed = count * pixels * _PNG_BYTES_PER_PIXEL / 2**30
+    free = shutil.disk_usage(nearest_existing(run.folder)).free / 2**30
+    return f"{count} images, {len(run.prompts)} a row, about {needed:.2g} GiB of disk ({free:.3g} GiB are free)"
+
+
+def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[], Any]]:
+    """Return what is to be tried before anything is loaded, also for scores; each raises an `ElfattError`."""
+
+    def device() -> None:
+        pick_dtype(protocol.dtype, pick_device(protocol.device))
+
+    def prompts() -> None:
+        count = len(run_prompts(protocol))
+        if count < 2:
+            raise ElfattError("1 image a row has no distance; give at least 2 (limit, classes or images_per_class).")
+        if any(choice.metric == "prdc" for choice in protocol.metrics):
+            check_enough(count * protocol.frames)
+
+    def reference() -> None:
+        if protocol.extractors:
+            check_given(protocol.reference.source)
+
+    def weights() -> None:
+        if protocol.inception_weights and not Path(protocol.inception_weights).is_file():
+            what = f"inception_weights={protocol.inception_weights!r}"
+            raise ElfattError(f"{what} is not a file; give the one that Inception's weights are in.")
+
+    def model() -> None:
+        check_model(protocol.model, variant=protocol.variant or None)
+
+    return [device, model, prompts, *([lambda: check_packages(protocol), reference, weights] if scored else [])]
+
+
+def check_inputs(protocol: Protocol) -> None:
+    """Try what can fail before hours of work, extractors and the reference included."""
+    for check in first_checks(protocol):
+        check()
+    score_inputs(protocol, load_extractors(protocol))
 
 
 def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
-    protocol = runnable = run.protocol
-    found: list[str] = []
+    protocol, pipes, found = run.protocol, list[Any](), list[str]()
 
-    def attempt(check: Callable[..., Any], *given: Any, where: str = "") -> bool:
+    def attempt(check: Callable[..., Any], *given: Any, where: str = "") -> None:
         try:
             check(*given)
-        except (ElfattError, RunFailure) as error:
+        except ElfattError as error:
             found.append(f"{where}{error}")
-            return False
-        return True
-
-    def extractor(spec: str) -> None:
-        part = dataclasses.replace(runnable, extractors=(spec,), metrics=())
-        score_inputs(part, load_extractors(part))
-
-    def metric(choice: MetricChoice) -> None:
-        if choice.metric in OF_FEATURES:  # of others, a missing extractor hides nothing
-            check_feature_metrics([choice], load_extractors(runnable))
-        load_metrics([choice], network_device(runnable))
-
-    def disk() -> None:
-        needed, free = disk_gib(run), run.free_gib
-        if needed > free:
-            said = f"about {needed:.3g} GiB of disk are needed and {free:.3g} are free; make room."
-            raise ElfattError(f"{run.folder}: {said}")
 
     def patch(pipe: Any, cell: Cell) -> None:
         with row_patch(pipe, cell):
@@ -98,23 +135,15 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
     attempt(run.check)
     for other in reuse:
         attempt(Run.open, other)
-    if not attempt(check_device, protocol):
-        runnable = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
-    for check in first_checks(runnable):
+    for check in first_checks(protocol):
         attempt(check)
-    if protocol.extractors:
-        attempt(lambda: is_moments(protocol.reference) or check_images(protocol.reference))
-    for each in protocol.extractors:
-        attempt(extractor, each)
-    attempt(load_extractors, runnable)
-    for choice in protocol.metrics:
-        attempt(metric, choice)
-    attempt(load_metrics, protocol.metrics, network_device(runnable))  # are all names different?
-    attempt(disk)
-    pipes: list[Any] = []
-    if attempt(lambda: pipes.append(load_protocol_pipeline(runnable))) and attempt(check_size, runnable, *pipes):
-        for cell in runnable.cells:
-            attempt(patch, *pipes, cell, where=f"row {cell.name!r}: ")
+    attempt(lambda: load_metrics(protocol.metrics, network_device(protocol)))
+    attempt(lambda: score_inputs(protocol, load_extractors(protocol)))
+    attempt(lambda: pipes.append(load_protocol_pipeline(protocol)))
+    for pipe in pipes:
+        attempt(check_size, protocol, pipe)
+        for cell in protocol.cells:
+            attempt(patch, pipe, cell, where=f"row {cell.name!r}: ")
     return list(dict.fromkeys(found))
 
 
@@ -136,67 +165,40 @@ def evaluate(
         # first: what is wrong with it should cost no images
         build_references(run.protocol, progress=every_minute(tell))
         free_memory()
-        failed = generate(run, reuse=reuse, show_progress=show_progress)
+        failed = [*generate(run, reuse=reuse, show_progress=show_progress).items()]
         by_first(lambda: write_cost(run))
         free_memory()
         score(run, tell)
         leave_processes()
         if not first:
             return {}
-        measured = []
         if run.protocol.time is not None:
-            measured += [_Stage(run, "time", TIME_FILE, report).once(lambda: measure_time(run, report))]
+            failed += _once(run, "time", TIME_FILE, report, lambda: measure_time(run, report)).items()
         free_memory()
         if run.protocol.memory is not None:
-            measured += [_Stage(run, "memory", MEMORY_FILE, report).once(lambda: measure_memory(run, report))]
+            failed += _once(run, "memory", MEMORY_FILE, report, lambda: measure_memory(run, report)).items()
         write_page(run, report)
-        for name, reason in ((name, reason) for errors in measured for name, reason in errors.items()):
-            if reason not in failed.get(name, "").split("; "):
-                failed[name] = f"{failed[name]}; {reason}" if name in failed else reason
-        return failed
-
-
-def check_inputs(protocol: Protocol) -> None:
-    """Try what can fail before hours of work: packages, device, prompts, extractors, and what the reference is."""
-    for check in first_checks(protocol):
-        check()
-    score_inputs(protocol, load_extractors(protocol))
-
-
-def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
-    """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
-    checks = [lambda: check_packages(protocol), lambda: check_device(protocol), lambda: check_prompts(protocol)]
-    return [*checks, lambda: check_given(protocol.reference.source)] if protocol.extractors else checks
-
-
-def check_device(protocol: Protocol) -> None:
-    """Check that this machine has the device, and the device the dtype."""
-    pick_dtype(protocol.dtype, pick_device(protocol.device))
-
-
-def check_prompts(protocol: Protocol) -> None:
-    count = len(run_prompts(protocol))
-    if count < 2:
-        raise ElfattError("1 image a row has no distance; give at least 2 (limit, or classes and images_per_class).")
-    if any(choice.metric == "prdc" for choice in protocol.metrics):
-        check_enough(count * protocol.frames)
+        reasons: dict[str, dict[str, None]] = {}
+        for name, reason in failed:
+            reasons.setdefault(name, {})[reason] = None
+        return {name: "; ".join(each) for name, each in reasons.items()}
 
 
 def score(run: Run, report: Report = print) -> None:
     """Score the images of a run, building the reference if it is not cached; skipped where nothing changed."""
     if not run.baseline.finished:
         reason = run.baseline.failure or "it is not generated yet"
-        raise RunFailure(f"row {run.baseline.name!r}, the baseline, has no images: {reason}")
+        raise ElfattFailure(f"row {run.baseline.name!r}, the baseline, has no images: {reason}")
     inputs = {row.name: sha256_of_file(row.manifest) for row in run.finished}
     extractors = load_extractors(run.protocol)
     inputs |= {"format": str(SCORES_FORMAT), **score_inputs(run.protocol, extractors)}
-    stage = _Stage(run, "score", SCORES_FILE, report, inputs)
-    stage.once(lambda: score_run(run, extractors, progress=every_minute(report)))
-    scores = read_record(run.folder / SCORES_FILE, Scores, _REMEDY)
-    references = scores.references.values() if scores else ()
-    for name in dict.fromkeys(name for part in references for name in part.unreadable):
+    progress = every_minute(report)
+    _once(run, "score", SCORES_FILE, report, lambda: score_run(run, extractors, progress=progress), inputs)
+    scores = read_data(run.folder / SCORES_FILE, STAGE_FILES[SCORES_FILE], _REMEDY) or {"references": {}}
+    references = scores["references"].values()
+    for name in dict.fromkeys(name for part in references for name in part.get("unreadable", ())):
         report(f"score: reference image not readable: {name}")
-    for words in dict.fromkeys(part.left_out for part in references if part.left_out):
+    for words in dict.fromkeys(part["left_out"] for part in references if part.get("left_out")):
         report(f"score: reference: {words}")
 
 
@@ -204,47 +206,121 @@ def write_page(run: Run, report: Report = print) -> None:
     """Join the results and write the report; skipped where the results did not change."""
     from elfatt_sd.evaluation.report import load_results, write_report
 
-    results = {RESULTS_FILE: sha256_of_data(write_results(run))}
-    _Stage(run, "report", "report/index.html", report, results).once(lambda: write_report(load_results(run.folder)))
+    results = {RESULTS_FILE: sha256_of_data(run.write_results())}
+    _once(run, "report", "report/index.html", report, lambda: write_report(load_results(run.folder)), results)
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """A stage that is done once for the same inputs under the same specification."""
+def _once(
+    run: Run, name: str, output: str, report: Report, action: Callable[[], Any], inputs: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Do a stage unless the file that it writes last is there and was made from the same inputs.
 
-    run: Run  # whose
-    name: str  # of the stage
-    output: str  # the file that it writes last
-    report: Report  # gets a line for what becomes of it
-    inputs: Mapping[str, str] = field(default_factory=dict)  # hashes of what it depends on besides the specification
+    Returns why rows could not be measured, by their names; the stage is then done again the next time.
+    """
+    now = sha256_of_data([run.record.identity, inputs or {}])
+    path, shape = run.folder / output, STAGE_FILES.get(output)
 
-    def once(self, action: Callable[[], Any]) -> dict[str, str]:
-        """Do the stage unless its output is there and was made from the same inputs."""
-        now = sha256_of_data([self.run.record.identity, self.inputs])
-        if by_first(lambda: self._is_whole() and self._done().get(self.name) == now):
-            self.report(f"{self.name}: done before")
-            return {}
-        self.report(f"{self.name}: begun")
-        with Stopwatch() as watch:
-            found = action()
-        errors: dict[str, str] = found.get("errors", {}) if isinstance(found, dict) else {}
-        if is_first() and not errors:
-            write_json(self.run.folder / STAGES_FILE, {**self._done(), self.name: now})
-        self.report(f"{self.name}: done in {watch.seconds:.0f} s")
-        return errors
+    def is_done() -> bool:
+        if path.is_file() and shape is not None and not is_whole(path, shape, run.record.identity):
+            report(f"{name}: {path} is damaged or of another run, and is made again")
+            path.unlink()
+        return path.is_file() and _done_before(run).get(name) == now
 
-    def _is_whole(self) -> bool:
-        path = self.run.folder / self.output
-        if not path.is_file():
-            return False
-        shape = STAGE_FILES.get(self.output)
-        if shape is None or is_whole(path, shape, self.run.record.identity):
-            return True
-        self.report(f"{self.name}: {path} is damaged or of another run, and is made again")
-        path.unlink()
-        return False
-
-    def _done(self) -> dict[str, str]:
-        with contextlib.suppress(ElfattError):
-            return read_typed(self.run.folder / STAGES_FILE, dict[str, str], "") or {}
+    if by_first(is_done):
+        report(f"{name}: done before")
         return {}
+    report(f"{name}: begun")
+    with Stopwatch() as watch:
+        found = action()
+    errors: dict[str, str] = found.get("errors", {}) if isinstance(found, dict) else {}
+    if is_first() and not errors:
+        write_json(run.folder / STAGES_FILE, {**_done_before(run), name: now})
+    report(f"{name}: done in {watch.seconds:.0f} s")
+    return errors
+
+
+def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
+    """Compare images with their hashes, scores and cost with new ones, and the results with the files of the stages."""
+    record = run.record
+    problems = [problem for row in run.rows for problem in _wrong_images(run, row)]
+    if sha256_of_data(decisive(record.protocol)) != record.identity:
+        place = run.folder / RUN_FILE
+        problems.insert(0, f"{place}: the protocol does not have the identity that is given; it was edited")
+    if problems:
+        return problems
+
+    def scores() -> Any:
+        place = cache_folder()  # which has room for features; a folder for temporary files may lie in memory
+        with clear_disk_errors(place):
+            place.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix="verify-", dir=place, ignore_cleanup_errors=True) as name:
+                score_run(run, folder=Path(name), progress=progress)  # there is nothing of what was computed before
+                return read_json(Path(name) / SCORES_FILE, "")
+
+    def cost() -> dict[str, Any]:
+        return {"identity": record.identity, "rows": row_costs(run.protocol, load_protocol_pipeline(run.protocol))}
+
+    computed = [(SCORES_FILE, scores, TOLERANCE), (COST_FILE, cost, _ROUNDING)] if recompute else []
+    for name, compute, tolerance in [*computed, (RESULTS_FILE, run.results, 0.0)]:
+        path, of_stage = run.folder / name, name in STAGE_FILES
+        remedy = "it was edited" if of_stage else "`elfatt-sd eval report` writes it again"
+        shape: Any = STAGE_FILES.get(name, ResultsRecord)
+        try:
+            recorded = read_data(path, shape, remedy, record.identity if of_stage else None)
+        except ElfattError as error:
+            problems.append(str(error))
+            continue
+        if recorded is None:
+            problems += [f"{path}: deleted, or the run is not that far"] if name != COST_FILE else []
+            continue
+        try:
+            differences = list(unequal(recorded, compute(), tolerance=tolerance))
+            problems += [f"{path}: {key} is {before}, computed again {now}" for key, before, now in differences]
+        except ElfattError as error:
+            problems.append(f"{path}: it cannot be computed again: {error}")
+    return problems
+
+
+def _wrong_images(run: Run, row: RowFolder) -> Iterator[str]:
+    try:
+        if row.failure is not None:
+            return
+        made = row.made_images()
+    except ElfattError as error:
+        yield str(error)
+        return
+    if not run.lists_its_prompts(row, made):
+        yield f"{row.manifest}: images, prompts, classes or seeds are not the protocol's"
+    paths = {row.image_file(each.index): each for each in made}
+    for path, each in paths.items():
+        if row.folder / each.file != path:
+            yield f"{row.manifest}: file={each.file!r} is not where image {each.index} lies"
+        if not path.is_file():
+            yield f"{path}: deleted"
+        elif sha256_of_file(path) != each.sha256:
+            yield f"{path}: altered"
+    for path in visible(row.images_folder.glob("*.png")):
+        if path not in paths:
+            yield f"{path}: not an image of this run"
+
+
+def unequal(
+    before: Any, now: Any, key: str = "", *, tolerance: float = TOLERANCE, size: float = 0.0
+) -> Iterator[tuple[str, Any, Any]]:
+    """Compare plain data; yields the place and both values of each difference."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        middle, ends = now.get("value", now.get("mean")), now.get("interval")
+        width = ends[1] - ends[0] if isinstance(ends, list) else 0.0
+        size = max(size, abs(middle) if isinstance(middle, float) else 0.0, width)
+        for name in dict.fromkeys([*before, *now]):
+            place = f"{key}.{name}" if key else str(name)
+            yield from unequal(before.get(name), now.get(name), place, tolerance=tolerance, size=size)
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, (old, new) in enumerate(zip(before, now, strict=True)):
+            name = old.get("cell", index) if isinstance(old, dict) else index
+            yield from unequal(old, new, f"{key}[{name}]", tolerance=tolerance, size=size)
+    elif isinstance(before, float) and isinstance(now, float):
+        if not abs(before - now) <= tolerance * max(size, abs(now)):  # so written, NaN differs from all
+            yield key, before, now
+    elif before != now:
+        yield key, before, now

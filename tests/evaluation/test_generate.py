@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from PIL import Image
 from support import runs
 from support.runs import ROOT, make, row_of, run_data
 
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.generate import take_over
+from elfatt_sd.evaluation.prompts import read_labels
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.run import Row, Run, RunFailure
+from elfatt_sd.evaluation.records import MadeImage
+from elfatt_sd.evaluation.run import RowFolder, Run
 from elfatt_sd.files import HOLDER_FILE, folder_lock
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -36,36 +39,33 @@ def pixels(path: Path) -> np.ndarray[Any, Any]:
 
 
 def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) -> None:
+    """The baseline's are those of the plain pipeline, without any of the harness."""
+    from diffusers import StableDiffusionPipeline
+
     run_dir, protocol = made
+    hashes = []
     for cell in protocol.cells:
-        entries = row_of(run_dir, cell).made_images()
+        row = row_of(run_dir, cell)
+        entries = row.made_images()
         assert [entry.prompt for entry in entries] == list(runs.LABELS)
         assert [entry.seed for entry in entries] == [3 + cell.seed_offset + index for index in range(5)]
         for entry in entries:
-            path = row_of(run_dir, cell).image_file(entry.index)
-            assert hashlib.sha256(path.read_bytes()).hexdigest() == entry.sha256
-            assert pixels(path).shape == (32, 32, 3)
-        assert {path.name for path in row_of(run_dir, cell).folder.iterdir()} == {"images", "manifest.jsonl"}
-    hashes = [made.sha256 for cell in protocol.cells for made in row_of(run_dir, cell).made_images()]
+            assert hashlib.sha256(row.image_file(entry.index).read_bytes()).hexdigest() == entry.sha256
+            assert pixels(row.image_file(entry.index)).shape == (32, 32, 3)
+        assert {path.name for path in row.folder.iterdir()} == {"images", "manifest.jsonl"}
+        hashes += [entry.sha256 for entry in entries]
     assert len({*hashes}) == len(hashes), "rows differ as their methods do"
     run = run_data(run_dir)
     assert (run["identity"], Run.open(run_dir).protocol) == (protocol.identity, protocol)
     assert run["environment"]["packages"]["torch"] == importlib.metadata.version("torch")
     assert len(run["environment"]["model_sha256"]) == 64
-
-
-def test_images_are_those_of_the_plain_pipeline(made: tuple[Path, Protocol]) -> None:
-    """The baseline's images, made without any of the harness."""
-    from diffusers import StableDiffusionPipeline
-
-    run_dir, protocol = made
     pipe = StableDiffusionPipeline.from_pretrained(protocol.model)
     pipe.set_progress_bar_config(disable=True)
     noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)])
-    images = pipe(["cat", "dog"], num_inference_steps=4, latents=noise, height=32, width=32, output_type="np").images
+    plain = pipe(["cat", "dog"], num_inference_steps=4, latents=noise, height=32, width=32, output_type="np").images
     for index in range(2):
         ours = pixels(row_of(run_dir, protocol.baseline).image_file(index))
-        assert np.array_equal(ours, (images[index] * 255).round().astype(np.uint8))
+        assert np.array_equal(ours, (plain[index] * 255).round().astype(np.uint8))
 
 
 def test_killed_runs_end_with_the_same_bytes(made: tuple[Path, Protocol], tmp_path: Path) -> None:
@@ -98,23 +98,21 @@ def die_at(moment, before):
             os.kill(os.getpid(), signal.SIGKILL)
     os.replace = replace
 
+def in_a_child(target, *death):
+    child = os.fork()
+    if not child:
+        if death:
+            die_at(*death)
+        with folder_lock(target):
+            generate.generate(Run(target, protocol), show_progress=False)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
 for moment, before in ((1, True), (3, False), (10, True)):
     target = Path({str(tmp_path)!r}) / f"killed{{moment}}"
-    child = os.fork()
-    if not child:
-        die_at(moment, before)
-        with folder_lock(target):
-            generate.generate(Run(target, protocol), show_progress=False)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
+    status = in_a_child(target, moment, before)
     assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
-    child = os.fork()
-    if not child:
-        with folder_lock(target):
-            generate.generate(Run(target, protocol), show_progress=False)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert status == 0, status
+    assert in_a_child(target) == 0
 """
     subprocess.run([sys.executable, "-c", script], env=ONE_THREAD, check=True, timeout=500)
     uninterrupted = runs.tree(run_dir / "cells")
@@ -138,60 +136,15 @@ make, generate.make_batch = generate.make_batch, noted
 main()
 """)
     command = ["eval", "generate", str(run_dir.parent / "small.toml"), "--out", str(tmp_path / "run"), "--quiet"]
-    done = subprocess.run(
-        [*runs.TWO_PROCESSES, str(tmp_path / "start.py"), *command],
-        env=ONE_THREAD,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    start = [*runs.TWO_PROCESSES, str(tmp_path / "start.py"), *command]
+    done = subprocess.run(start, env=ONE_THREAD, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     shares = {f"process {number % 2} made {cell.name} {number}" for cell in protocol.cells for number in range(3)}
     assert {path.name for path in tmp_path.glob("process *")} == shares
     assert runs.tree(tmp_path / "run" / "cells") == runs.tree(run_dir / "cells")
 
 
-def test_processes_that_do_not_see_one_folder_are_refused(
-    protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything is written; how they find out is tested with the cache of the reference."""
-
-    def elsewhere(run_dir: Path, *_: str) -> None:
-        raise ElfattError(f"{run_dir} is not that of process 1")
-
-    monkeypatch.setattr(generate, "check_shared", elsewhere)
-    with pytest.raises(ElfattError, match="run is not that of process 1"):
-        generate.generate(Run(tmp_path / "run", protocol), show_progress=False)
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_interrupted_run_keeps_its_batches(
-    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, protocol = made
-    calls: list[list[int]] = []
-    real = generate.make_images
-
-    def interrupted(pipe: Any, protocol: Protocol, prompts: list[str], seeds: list[int]) -> torch.Tensor:
-        calls.append(seeds)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(pipe, protocol, prompts, seeds)
-
-    monkeypatch.setattr(generate, "make_images", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        make(tmp_path / "run", protocol)
-    assert make(tmp_path / "run", protocol) == {}
-    assert calls[:4] == [[3, 4], [5, 6], [7], [7]]  # the two batches that were finished are not made again
-    assert runs.tree(tmp_path / "run" / "cells") == runs.tree(run_dir / "cells")
-    make(tmp_path / "run", protocol)
-    assert len(calls) == 3 + 3 * len(protocol.cells) - 2  # and a finished run makes nothing
-
-
-def test_a_full_disk_is_one_line_and_finished_work_stays(
-    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, protocol = made
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
     real, calls = os.fsync, [0]
 
     def full(handle: int) -> None:
@@ -201,71 +154,119 @@ def test_a_full_disk_is_one_line_and_finished_work_stays(
         real(handle)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunFailure, match="no space left on the disk of") as error:
+    return ElfattFailure
+
+
+def interruption(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
+    real, calls = generate.make_images, [0]
+
+    def interrupted(*given: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(generate, "make_images", interrupted)
+    return KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stop", [interruption, full_disk])
+def test_a_run_that_stops_keeps_its_batches(
+    made: tuple[Path, Protocol],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: Callable[[pytest.MonkeyPatch], type[BaseException]],
+) -> None:
+    run_dir, protocol = made
+    with monkeypatch.context() as patch, pytest.raises(stop(patch)) as error:
         make(tmp_path / "run", protocol)
-    assert "\n" not in str(error.value)
-    assert list((tmp_path / "run" / "cells").rglob("*.jsonl"))
-    monkeypatch.undo()
-    make(tmp_path / "run", protocol)
+    said = "no space left on the disk of" if stop is full_disk else ""
+    assert said in str(error.value) and "\n" not in str(error.value)
+    seeds: list[list[int]] = []
+    real = generate.make_images
+    monkeypatch.setattr(generate, "make_images", lambda *given: seeds.append(given[3]) or real(*given))
+    assert make(tmp_path / "run", protocol) == {}
+    begun = [[7]] if stop is interruption else [[5, 6], [7]]  # of the baseline: what was finished is not made again
+    assert seeds[: len(begun)] == begun
     assert runs.tree(tmp_path / "run" / "cells") == runs.tree(run_dir / "cells")
+    count = len(seeds)
+    make(tmp_path / "run", protocol)
+    assert len(seeds) == count, "a finished run makes nothing"
+
+
+def test_batches_with_damaged_lists_are_made_anew(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    run = Run(Path(shutil.copytree(made[0], tmp_path / "run")), made[1])
+    whole = [row.manifest.read_bytes() for row in run.rows]
+    for row, content, damage in zip(run.rows, whole, (b"", b"{}\n", b"\xff\n", b"other"), strict=True):
+        lines = content.splitlines(keepends=True)
+        row.manifest.unlink()
+        row.batches_folder.mkdir()
+        row.batch_file(0).write_bytes(b"".join(lines[:2]))
+        row.batch_file(1).write_bytes(lines[0] if damage == b"other" else damage)
+        assert row.has_batch(0, run.batches[0]) and not row.has_batch(1, run.batches[1])
+    generate.generate(run, show_progress=False)
+    assert [row.manifest.read_bytes() for row in run.rows] == whole
+
+
+def test_marks_that_end_lines_elsewhere_stay_in_prompts(tmp_path: Path) -> None:
+    marks = "a\u2028b\u2029c\x85d\x0ce"  # each ends a line for `str.splitlines`
+    for name, head in (("labels.txt", ""), ("labels.csv", "name\n")):
+        (tmp_path / name).write_text(f"{head}{marks}\ndog\n", encoding="utf-8")
+        assert [label.name for label in read_labels(tmp_path / name)] == [marks, "dog"]
+    row = RowFolder(tmp_path / "row")
+    made = [MadeImage(index, "images/0.png", marks, 0, index, "0" * 64) for index in range(2)]
+    row.add_batch(0, made)
+    row.finish(row.batch_file(0).read_bytes())
+    assert row.made_images() == made
 
 
 def test_a_row_that_failed_and_then_succeeded_is_never_said_to_have_failed(
     made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the process ends with the very rename that finishes the row; half-written files are removed."""
-    run_dir, protocol = made
-    copy, cell = tmp_path / "run", protocol.cells[1]
-    shutil.copytree(run_dir, copy)
+    copy, row = tmp_path / "run", row_of(tmp_path / "run", made[1].cells[1])
+    shutil.copytree(made[0], copy)
     left = [copy / place / ".x.1.part" for place in (".", "cells/sd/images", "scores/a.parts", "report")]
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    shutil.rmtree(row_of(copy, cell).folder)
-    row_of(copy, cell).fail("image 0 is black")
+    shutil.rmtree(row.folder)
+    row.fail("image 0 is black")
     rename = os.replace
 
     def last(source: Path, target: Path) -> None:
         rename(source, target)
-        if target == row_of(copy, cell).manifest:
+        if target == row.manifest:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", last)
     with pytest.raises(KeyboardInterrupt):
-        make(copy, protocol)
-    assert row_of(copy, cell).manifest.is_file()
-    assert row_of(copy, cell).failure is None
+        make(copy, made[1])
+    assert row.finished and row.failure is None
     assert not any(path.exists() for path in left)
 
 
-def test_prompts_that_are_cut_off_are_counted_before_the_first_image(
+def test_what_is_said_or_refused_before_the_first_image(
     protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generate, "_make_rows", lambda *_: {})
+    """Prompts that are cut off; a strange folder, but not one with hidden files; a folder in use, but no stale lock."""
     long = dataclasses.replace(protocol, template="a " * 80 + "{label}")
-    with pytest.warns(UserWarning, match="5 of 5 prompts are cut off: the text encoder takes 75 tokens"):
-        make(tmp_path / "run", long)
-
-
-def test_a_strange_folder_is_refused_and_one_with_hidden_files_is_not(protocol: Protocol, tmp_path: Path) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "_make_rows", lambda *_: {})
+        with pytest.warns(UserWarning, match="5 of 5 prompts are cut off: the text encoder takes 75 tokens"):
+            make(tmp_path / "long", long)
+    run_dir = tmp_path / "run"
     for name in (".ipynb_checkpoints", "@eaDir", ".DS_Store"):
-        (tmp_path / "run" / name).mkdir(parents=True)
-    Run(tmp_path / "run", protocol).check()
-    (tmp_path / "run" / "holiday.png").write_bytes(b"")
+        (run_dir / name).mkdir(parents=True)
+    Run(run_dir, protocol).check()
+    (run_dir / "holiday.png").write_bytes(b"")
     with pytest.raises(ElfattError, match=r"not empty and holds no run \(there is 'holiday.png'\)"):
-        make(tmp_path / "run", protocol)
-
-
-def test_a_folder_in_use_is_refused_and_a_stale_lock_is_not(tmp_path: Path) -> None:
-    with (
-        folder_lock(tmp_path),
-        pytest.raises(ElfattError, match=f"in use by process {os.getpid()}"),
-        folder_lock(tmp_path),
-    ):
-        pass
-    (tmp_path / HOLDER_FILE).write_text("process 999999 on elsewhere")
-    with folder_lock(tmp_path):
-        assert str(os.getpid()) in (tmp_path / HOLDER_FILE).read_text()
+        make(run_dir, protocol)
+    with folder_lock(tmp_path / "lock"), pytest.raises(ElfattError, match=f"in use by process {os.getpid()}"):
+        make(tmp_path / "lock", protocol)
+    (tmp_path / "lock" / HOLDER_FILE).write_text("process 999999 on elsewhere")
+    with folder_lock(tmp_path / "lock"):
+        assert str(os.getpid()) in (tmp_path / "lock" / HOLDER_FILE).read_text()
 
 
 @pytest.mark.parametrize(
@@ -280,6 +281,7 @@ def test_a_row_that_fails_is_named_and_no_other_fails(
     protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
 ) -> None:
     real, null = generate.make_images, protocol.cells[1]
+    protocol = dataclasses.replace(protocol, steps=1, cells=protocol.cells[:3])
 
     def broken(pipe: Any, protocol: Protocol, prompts: list[str], seeds: list[int]) -> torch.Tensor:
         images = real(pipe, protocol, prompts, seeds)
@@ -289,13 +291,13 @@ def test_a_row_that_fails_is_named_and_no_other_fails(
                 raise error
         return images
 
-    monkeypatch.setattr(generate, "make_images", broken)
-    failed = make(tmp_path / "run", protocol)
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "make_images", broken)
+        failed = make(tmp_path / "run", protocol)
     assert list(failed) == ["null"] and said in failed["null"]
     row = row_of(tmp_path / "run", null)
     assert row.failure == failed["null"] and not row.image_file(2).exists()
     assert len(row_of(tmp_path / "run", protocol.cells[2]).made_images()) == 5
-    monkeypatch.undo()
     assert make(tmp_path / "run", protocol) == {} and row.failure is None
 
 
@@ -306,85 +308,73 @@ def images(run_dir: Path, protocol: Protocol) -> dict[str, list[str]]:
 def test_rows_of_the_same_images_are_copied(
     made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under another name; a row of another block size is made."""
+    """Under another name; a row of another block size is made. An altered image is refused."""
     there, protocol = made
     untouched, null, third, peer = protocol.cells
     other = dataclasses.replace(third, name="other", settings={**third.settings, "block_size": 32})
     cells = (untouched, dataclasses.replace(null, name="seeds"), third, other, peer)
     larger = dataclasses.replace(protocol, name="larger", cells=cells)
-    generated: list[str] = []
-    original = generate.make_batch
-
-    def note(run: Run, pipe: Any, row: Row, *rest: Any) -> None:
-        generated.append(row.name)
-        original(run, pipe, row, *rest)
-
-    monkeypatch.setattr(generate, "make_batch", note)
+    generated, original = set[str](), generate.make_batch
+    monkeypatch.setattr(generate, "make_batch", lambda run, pipe, row, *rest: (
+        generated.add(row.name), original(run, pipe, row, *rest)
+    ))  # fmt: skip
     make(tmp_path / "reusing", larger, there)
-    assert set(generated) == {"other"}
+    assert generated == {"other"}
     reused, former = images(tmp_path / "reusing", larger), images(there, protocol)
     assert [reused[name] for name in ("sd", "seeds", third.name, peer.name)] == list(former.values())
-
-
-def begun(place: Path, there: Path, protocol: Protocol, **environment: Any) -> Run:
-    """A run of a protocol that is begun on the machine of another one, but for some changes."""
-    run = Run(place, protocol)
-    run.begin({**run_data(there)["environment"], **environment})
-    return run
-
-
-@pytest.mark.parametrize("changed", [{"steps": 3}, {"seed": 4}, {"guidance": 2.0}, {"batch": 1}])
-def test_rows_of_other_images_are_not(made: tuple[Path, Protocol], tmp_path: Path, changed: dict[str, float]) -> None:
-    there, protocol = made
-    other = dataclasses.replace(protocol, **changed)  # type: ignore[arg-type]
-    assert take_over(begun(tmp_path, there, other), [Run.open(there)]) == {}
-
-
-@pytest.mark.parametrize(
-    ("environment", "taken", "said"),
-    [
-        ({}, 4, "reused"),
-        ({"device": "another"}, 0, "not reused: device: "),
-        ({"method_sha256": "of other code"}, 3, "not reused: method_sha256: "),
-    ],
-    ids=str,
-)
-def test_rows_of_the_same_machine_and_code_are_and_each_is_told(
-    made: tuple[Path, Protocol], tmp_path: Path, environment: dict[str, str], taken: int, said: str
-) -> None:
-    """A model counts by its weights, not by its place; a row that failed before has not failed then."""
-    there, protocol = made
-    (tmp_path / "model").symlink_to(protocol.model)
-    elsewhere = dataclasses.replace(protocol, model=str(tmp_path / "model"))
-    run, lines = begun(tmp_path / "new", there, elsewhere, **environment), list[str]()
-    run.rows[1].fail("image 0 is black")
-    found = take_over(run, [Run.open(there)], lines.append)
-    assert len(found) == taken and (taken == 0 or run.rows[1].failure is None)
-    rows = [line.partition(f" of {there} is ") for line in lines]
-    assert [row for row, *_ in rows] == [f"generate: row {cell.name}" for cell in protocol.cells]
-    assert sum(line.startswith(said) for *_, line in rows) == (taken or 4 if said == "reused" else 4 - taken)
-
-
-@pytest.mark.parametrize("change", ["cut", "other prompt"])
-def test_lists_of_other_images_are_not_taken(made: tuple[Path, Protocol], tmp_path: Path, change: str) -> None:
-    there, protocol = made
-    shutil.copytree(there, tmp_path / "there")
-    manifest = row_of(tmp_path / "there", protocol.cells[0]).manifest
-    lines = manifest.read_text(encoding="utf-8").splitlines(keepends=True)
-    lines = lines[:3] if change == "cut" else [line.replace("owl", "dove") for line in lines]
-    manifest.write_text("".join(lines), encoding="utf-8")
-    told = list[str]()
-    taken = take_over(begun(tmp_path / "new", there, protocol), [Run.open(tmp_path / "there")], told.append)
-    assert protocol.cells[0].name not in taken and len(taken) == len(protocol.cells) - 1
-    assert sum("does not list this run's images" in line for line in told) == 1
-
-
-def test_altered_images_and_folders_without_a_run_are_refused(made: tuple[Path, Protocol], tmp_path: Path) -> None:
-    there, protocol = made
     shutil.copytree(there, tmp_path / "copy")
-    path = row_of(tmp_path / "copy", protocol.cells[1]).image_file(2)
+    path = row_of(tmp_path / "copy", null).image_file(2)
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(ElfattError, match=r"00002\.png is not the image that was generated; row 'null'"):
         make(tmp_path / "again", protocol, tmp_path / "copy")
-    with pytest.raises(ElfattError, match="holds no run"):
-        make(tmp_path / "new", protocol, tmp_path / "nothing")
+
+
+def cut_list(folder: Path) -> None:
+    manifest = folder / "cells" / "sd" / "manifest.jsonl"
+    manifest.write_text("".join(manifest.read_text(encoding="utf-8").splitlines(keepends=True)[:3]), encoding="utf-8")
+
+
+def other_prompt(folder: Path) -> None:
+    manifest = folder / "cells" / "sd" / "manifest.jsonl"
+    manifest.write_text(manifest.read_text(encoding="utf-8").replace("owl", "dove"), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "damage", "taken", "said"),
+    [
+        ({}, {}, None, 4, "reused"),
+        ({}, {"device": "another"}, None, 0, "not reused: device: "),
+        ({}, {"method_sha256": "of other code"}, None, 3, "not reused: method_sha256: "),
+        ({}, {}, cut_list, 3, "does not list this run's images"),
+        ({}, {}, other_prompt, 3, "does not list this run's images"),
+        *(
+            ({key: value}, {}, None, 0, "")
+            for key, value in (("steps", 3), ("seed", 4), ("guidance", 2.0), ("batch", 1))
+        ),
+    ],
+)
+def test_only_rows_of_the_same_images_are_and_each_is_told(
+    made: tuple[Path, Protocol],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    environment: dict[str, str],
+    damage: Callable[[Path], None] | None,
+    taken: int,
+    said: str,
+) -> None:
+    """A model counts by its weights, not by its place; a row that failed before has not failed then."""
+    (tmp_path / "model").symlink_to(made[1].model)
+    there = Path(shutil.copytree(made[0], tmp_path / "there"))
+    if damage:
+        damage(there)
+    run = Run(tmp_path / "new", dataclasses.replace(made[1], model=str(tmp_path / "model"), **changes))
+    run.begin({**run_data(there)["environment"], **environment})
+    run.rows[1].fail("image 0 is black")
+    lines: list[str] = []
+    take_over(run, [Run.open(there)], lines.append)
+    assert len(run.finished) == taken and (taken == 0 or run.rows[1].failure is None)
+    if not changes:
+        assert [line.partition(f" of {there} is ")[0] for line in lines] == [
+            f"generate: row {row.name}" for row in run.rows
+        ]
+        assert sum(said in line for line in lines) == (4 if said == "reused" else 4 - taken)

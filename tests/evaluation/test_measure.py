@@ -15,10 +15,10 @@ from support import runs
 
 from elfatt_sd import measure as clocks
 from elfatt_sd.attention import softmax as attention
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation import generate, measure
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.run import Run, RunFailure
+from elfatt_sd.evaluation.run import Run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SECONDS = {"end_to_end": 2.0, "unet": 1.0}
@@ -73,7 +73,7 @@ def test_a_timed_call_counts_all_and_divides_by_the_images(timed: Protocol, monk
     monkeypatch.setattr(pipe.unet, "forward", slow(pipe.unet.forward, 1.0))
     monkeypatch.setattr(pipe.text_encoder, "forward", slow(pipe.text_encoder.forward, 10.0))
     monkeypatch.setattr(pipe.vae, "decode", slow(pipe.vae.decode, 100.0))
-    seconds = measure.timed_call(pipe, timed, timed.baseline, ["cat", "dog"], [3, 4])
+    seconds = measure.timed_call(pipe, timed, timed.baseline, 2)
     assert seconds["unet"] == 5 / 2  # PLMS makes one call more than it has steps
     assert seconds["end_to_end"] == (5 + 2 * 10 + 100) / 2
 
@@ -92,12 +92,18 @@ def test_rows_take_turns_in_every_round(time: Callable[..., dict[str, Any]], tim
     assert [{steps for _, steps in once} for once in rounds] == [{measure.WARMUP_STEPS}, {50}, {50}, {50}]
     assert all({name for name, _ in once} == rows for once in rounds)
     assert len({once[0][0] for once in rounds[1:]}) == 3, "no row is always first"
-    assert {len(row["unet"]["values"]) for row in data["rows"].values()} == {3}
     assert data["rows"]["null"]["unet"]["ratio"] == {"median": 2.0, "low": 2.0, "high": 2.0, "values": [2.0] * 3}
     assert "only 3 repeats" in data["note"] and len(data["clocks"]) == 5 and data["environment"]["packages"]["torch"]
     order.clear()
     time(call, steps=2)
     assert {steps for _, steps in order} == {2}
+
+
+def test_summary_of_times() -> None:
+    own, untouched = ([{"unet": seconds} for seconds in each] for each in ((1.0, 4.0, 2.0), (2.0, 4.0, 6.0)))
+    found = measure.summarize_time(own, untouched, ["unet"])["unet"]
+    assert (found["seconds_per_image"], found["spread"]) == (2.0, [1.0, 4.0])
+    assert found["ratio"] == {"median": 2.0, "low": 1.0, "high": 3.0, "values": [2.0, 1.0, 3.0]}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -109,13 +115,13 @@ def test_real_times_replace_those_of_an_earlier_attempt(timed: Protocol, tmp_pat
     assert lines[4] == "time: round 1 of 3, row 1 of 4, sd"
     for row in data["rows"].values():
         assert row["attention_kernels"] == ["native"]
-        for scope in ("end_to_end", "unet"):
-            assert len(row[scope]["values"]) == 3
-            assert 0 < row[scope]["seconds_per_image"] < 1e6
-        assert row["unet"]["seconds_per_image"] < row["end_to_end"]["seconds_per_image"]
+        assert len(row["unet"]["values"]) == len(row["end_to_end"]["values"]) == 3
+        assert 0 < row["unet"]["seconds_per_image"] < row["end_to_end"]["seconds_per_image"] < 1e6
 
 
-def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(time: Callable[..., dict[str, Any]]) -> None:
+def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(
+    time: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Out of memory is a result and no error; a baseline that fails later gives no ratios of the rounds before."""
     calls: list[str] = []
 
@@ -130,20 +136,56 @@ def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(time: Callable[..
         return SECONDS
 
     data = time(call)
-    shapes = "time not measured: RuntimeError: shapes do not fit"
-    assert data["errors"] == {"tomesd-ratio0.5": "peer 'tomesd' is not installed", "sd": shapes}
+    said = {"tomesd-ratio0.5": "peer 'tomesd' is not installed", "sd": "RuntimeError: shapes do not fit"}
+    assert data["errors"] == {name: f"time not measured: {each}" for name, each in said.items()}
     failed = {row["failed"] for row in data["rows"].values() if "failed" in row}
-    assert failed == {"out of memory at batch 1", *data["errors"].values()}
-    assert calls.count("sd") == 3
+    assert failed == {"out of memory at batch 1", *data["errors"].values()} and calls.count("sd") == 3
     assert (len(data["rows"]["null"]["unet"]["values"]), data["rows"]["null"]["unet"]["ratio"]) == (3, None)
-
-
-def test_the_kernel_of_every_row_is_recorded(
-    time: Callable[..., dict[str, Any]], timed: Protocol, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr(attention, "flash_takes", lambda query: True)
     kernels = [row["attention_kernels"] for row in time(lambda *_: SECONDS)["rows"].values()]
     assert kernels == [["native"], ["native"], ["flash-attn"], ["native"]]
+
+
+NO_PHASES = Cell("sd", "SD", "sd", role="baseline")
+SPREAD = ({"until": 1.0, "attention": "cell_spread", "block_order": "spread"},)
+TOME, FLOAT = Cell("tome", "", "tome"), Cell("float", "", "elfatt", settings={"fp32_logits": True})
+FLASH, NATIVE, XFORMERS = (
+    Cell(name, "", "tome", settings={"attention_backend": name}) for name in ("flash", "native", "xformers")
+)
+
+
+@pytest.mark.parametrize(
+    ("cell", "taken", "kernel"),
+    [
+        (NO_PHASES, True, "native"),
+        (Cell("peer", "", "tome", peer="tomesd"), True, "native"),
+        (TOME, True, "flash-attn"),
+        (TOME, False, "native"),
+        (FLOAT, True, "native"),
+        (Cell("spread", "", "custom", phases=SPREAD), True, "native"),
+        (FLASH, False, "flash-attn"),
+        (NATIVE, True, "native"),
+        (XFORMERS, True, "xformers"),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_the_kernels_of_a_row(pipe: Any, monkeypatch: pytest.MonkeyPatch, cell: Cell, taken: bool, kernel: str) -> None:
+    """`auto` is resolved for the heads, the dtype and the device of the layers that are patched."""
+    first = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
+    asked = []
+
+    def takes(query: torch.Tensor) -> bool:
+        asked.append((query.shape[-1], query.device))
+        return taken and query.dtype == torch.bfloat16
+
+    monkeypatch.setattr(attention, "flash_takes", takes)
+    pipe.unet.to(torch.bfloat16)
+    try:
+        assert measure.attention_kernels(pipe, cell) == [kernel]
+    finally:
+        pipe.unet.to(torch.float32)
+    assert set(asked) <= {(first.to_q.out_features // first.heads, pipe.device)}
+    assert bool(asked) == (cell in (TOME, FLOAT))
 
 
 @pytest.mark.parametrize("stage", [measure.measure_time, measure.measure_memory])
@@ -166,14 +208,8 @@ def test_nothing_is_measured_on_another_model(
         stage(Run(*made), lambda line: None)
 
 
-def test_summary_of_times() -> None:
-    own, untouched = ([{"unet": seconds} for seconds in each] for each in ((1.0, 4.0, 2.0), (2.0, 4.0, 6.0)))
-    found = measure.summarize_time(own, untouched, ["unet"])["unet"]
-    assert (found["seconds_per_image"], found["spread"]) == (2.0, [1.0, 4.0])
-    assert found["ratio"] == {"median": 2.0, "low": 1.0, "high": 3.0, "values": [2.0, 1.0, 3.0]}
-
-
-def test_memory_is_the_slope_of_a_line() -> None:
+def test_memory_is_the_slope_of_a_line_with_the_interval_that_the_fit_allows() -> None:
+    """Against the textbook's formula for a slope's standard error, times Student's t; and for each stage."""
     results = [
         {"kind": "VmHWM", "peaks": {"text": 1.0, "unet": 2 + 0.5 * batch, "vae": 1 + 0.75 * batch}}
         for batch in (1, 2, 8)
@@ -181,14 +217,9 @@ def test_memory_is_the_slope_of_a_line() -> None:
     found = measure.summarize_memory([1, 2, 8], results)
     assert found["peaks_gib"] == [2.5, 3.0, 7.0], "the largest of the stages, which is not the same one everywhere"
     slopes = {stage: line["gib_per_image"] for stage, line in found["stages"].items()}
-    assert slopes == pytest.approx({"text": 0.0, "unet": 0.5, "vae": 0.75})
-    unet = found["stages"]["unet"]
-    assert (unet["intercept_gib"], found["kind"]) == (pytest.approx(2.0), "VmHWM")
-    assert unet["fit_error_gib"] == pytest.approx(0.0, abs=1e-12)
-
-
-def test_the_slope_has_the_interval_that_the_fit_allows() -> None:
-    """Against the textbook's formula for a slope's standard error, times Student's t."""
+    assert slopes == pytest.approx({"text": 0.0, "unet": 0.5, "vae": 0.75}) and found["kind"] == "VmHWM"
+    assert found["stages"]["unet"]["intercept_gib"] == pytest.approx(2.0)
+    assert found["stages"]["unet"]["fit_error_gib"] == pytest.approx(0.0, abs=1e-12)
     peaks, batches = [1.0, 2.2, 2.9, 5.1, 8.8], [1, 2, 3, 5, 9]
     found = measure.summarize_memory(batches, [{"kind": "VmHWM", "peaks": {"all": peak}} for peak in peaks])
     slope, intercept = found["gib_per_image"], found["intercept_gib"]
@@ -200,21 +231,25 @@ def test_the_slope_has_the_interval_that_the_fit_allows() -> None:
     assert (two["gib_per_image"], two["interval"]) == (2.0, None)
 
 
-def test_out_of_memory_ends_a_row_and_is_named(
+def test_what_ends_or_hides_a_measurement_is_named_and_rows_go_on(
     weigh: Callable[..., dict[str, Any]], timed: Protocol, tmp_path: Path
 ) -> None:
+    """Out of memory; and a peak that loading hides, where it cannot start anew: the line would be too flat."""
     asked: list[str] = []
 
     def worker(cell: Cell, batch: int) -> dict[str, Any]:
         asked.append(cell.name)
         if batch == 4 or (cell.method == "elfatt" and batch == 2):
             return {"failed": f"out of memory at batch {batch}"}
-        return {**peaks(cell, batch), "kind": "CUDA allocated", "reserved": {"unet": 9.0}}
+        found = {**peaks(cell, batch), "kind": "CUDA allocated", "reserved": {"unet": 9.0}}
+        return {**found, "loading": 2.5 if cell.peer else 0.0}
 
     rows, elfatt = weigh(worker)["rows"], timed.cells[2].name
     assert rows["sd"]["gib_per_image"] == pytest.approx(1.0)
     assert (rows["sd"]["note"], rows["sd"]["reserved"]["kind"]) == ("out of memory at batch 4", "CUDA reserved")
     assert (rows[elfatt]["gib_per_image"], rows[elfatt]["peaks_gib"]) == (None, [2.0])
+    hidden = "batch 1 took less than loading the model, and is left out; out of memory at batch 4"
+    assert (rows["tomesd-ratio0.5"]["batches"], rows["tomesd-ratio0.5"]["note"]) == ([2], hidden)
     assert rows["null"]["same_program_as"] == "sd" and "null" not in asked
     path = tmp_path / measure.MEMORY_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "rows": {"sd": rows["sd"]}}))
@@ -233,15 +268,16 @@ def test_memory_of_two_environments_is_not_mixed(weigh: Callable[..., dict[str, 
         assert {row["kind"] for row in again["rows"].values()} == {"VmHWM"}
 
 
-@pytest.mark.parametrize("error", [ElfattError("peer 'tomesd' is not installed"), RunFailure("Segmentation fault")])
+@pytest.mark.parametrize("error", [ElfattError("peer 'tomesd' is not installed"), ElfattFailure("Segmentation fault")])
 def test_a_row_whose_worker_fails_is_told_and_measured_later(
-    weigh: Callable[..., dict[str, Any]], error: Exception
+    weigh: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    """Where a system does not tell, that is a result, and no error, which would be tried again for ever."""
     asked: list[str] = []
 
     def worker(cell: Cell, batch: int) -> dict[str, Any]:
         asked.append(cell.name)
-        if cell.peer and error:
+        if cell.peer and "sd" in asked:
             raise error
         return peaks(cell, batch)
 
@@ -249,30 +285,10 @@ def test_a_row_whose_worker_fails_is_told_and_measured_later(
     assert data["errors"] == {"tomesd-ratio0.5": str(error)}
     assert data["rows"]["tomesd-ratio0.5"]["failed"] == str(error)
     asked.clear()
-    error = None  # type: ignore[assignment]
     data = weigh(worker)
     assert (set(asked), data["errors"]) == ({"tomesd-ratio0.5"}, {})
     assert data["rows"]["tomesd-ratio0.5"]["gib_per_image"] == pytest.approx(1)
-
-
-def test_a_peak_that_loading_hides_is_left_out(weigh: Callable[..., dict[str, Any]], timed: Protocol) -> None:
-    """Where the peak cannot start anew, a small batch may stay below what loading took: the line would be too flat."""
-
-    def worker(cell: Cell, batch: int) -> dict[str, Any]:
-        loading = 10.0 if cell.method == "elfatt" else 2.5
-        return {"kind": "VmHWM", "peaks": {"all": max(1.0 + batch, loading)}, "loading": loading}
-
-    rows = weigh(worker)["rows"]
-    notes = [f"batch {batch} took less than loading the model, and is left out" for batch in (1, 2, 4)]
-    assert (rows["sd"]["batches"], rows["sd"]["peaks_gib"]) == ([2, 4], [3.0, 5.0])
-    assert (rows["sd"]["gib_per_image"], rows["sd"]["note"]) == (pytest.approx(1), notes[0])
-    assert rows[timed.cells[2].name] == {"batches": [], "note": "; ".join(notes), "failed": "; ".join(notes)}
-
-
-def test_a_system_that_does_not_tell_is_a_result(
-    weigh: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And no error, which would be tried again for ever."""
+    (tmp_path / measure.MEMORY_FILE).unlink()
     monkeypatch.setattr("elfatt_sd.measure.process_peak", lambda: None)
     data = weigh(lambda *_: pytest.fail("measured"))
     assert data["errors"] == {}
@@ -297,7 +313,7 @@ def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.Monke
         return measure.run_worker(timed, timed.baseline, 2)
 
     assert ended(-9) == {"failed": "out of memory at batch 2"}
-    with pytest.raises(RunFailure, match="memory not measured at batch 2: ValueError: no such thing"):
+    with pytest.raises(ElfattFailure, match="memory not measured at batch 2: ValueError: no such thing"):
         ended(1, "Traceback ...\nValueError: no such thing\n")
     with pytest.raises(ElfattError, match="no such peer"):
         ended(0, stdout='{"error": "no such peer"}\n')
@@ -307,10 +323,8 @@ def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.Monke
     ("error", "said"),
     [
         (RuntimeError("assert\nCompile with DSA"), {"error": "memory not measured at batch 2: RuntimeError: assert"}),
-        (KeyError(), {"error": "memory not measured at batch 2: KeyError"}),
-        (ElfattError("no such peer"), {"error": "no such peer"}),
         (torch.OutOfMemoryError("CUDA out of memory"), {"failed": "out of memory at batch 2"}),
-        (None, "the code of elfatt_sd was changed during the run"),
+        (None, {"error": "memory not measured at batch 2: the code of elfatt_sd was changed during the run"}),
     ],
     ids=repr,
 )
@@ -326,7 +340,7 @@ def test_what_goes_wrong_in_a_worker_is_one_line(
     monkeypatch.setattr(measure.sys, "stdin", io.StringIO(json.dumps(order)))
     measure._worker()
     found = json.loads(capsys.readouterr().out)
-    assert found == said if error else found["error"].startswith(said)
+    assert {key: text.partition(";")[0] for key, text in found.items()} == said
 
 
 def test_stages_are_told_apart(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,9 +351,8 @@ def test_stages_are_told_apart(timed: Protocol, monkeypatch: pytest.MonkeyPatch)
     pipe.vae.decoder.register_forward_hook(lambda *_: running.append("vae"))
     monkeypatch.setattr(measure, "load_protocol_pipeline", lambda *_: pipe)
     monkeypatch.setattr(measure.PeakMeter, "read", lambda self: {"text": 1, "unet": 2, "vae": 3}[running[-1]] << 30)
-    monkeypatch.setattr(measure.PeakMeter, "restart", lambda self: True)
-    assert measure.measure_peaks(timed, timed.baseline, 1)["peaks"] == {"text": 1.0, "unet": 2.0, "vae": 3.0}
-    monkeypatch.setattr(measure.PeakMeter, "restart", lambda self: False)
-    running[:] = ["text"]
-    found = measure.measure_peaks(timed, timed.baseline, 1)
-    assert (found["peaks"], found["loading"]) == ({"all": 3.0}, 1.0)
+    for restarts, expected in ((True, {"text": 1.0, "unet": 2.0, "vae": 3.0}), (False, {"all": 3.0})):
+        running[:] = ["text"]
+        monkeypatch.setattr(measure.PeakMeter, "restart", lambda self, can=restarts: can)
+        found = measure.measure_peaks(timed, timed.baseline, 1)
+        assert (found["peaks"], found.get("loading")) == (expected, None if restarts else 1.0)

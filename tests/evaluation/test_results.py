@@ -1,27 +1,37 @@
-"""`results.json` stays as it was; and verification names what was altered, deleted, added or edited."""
+"""`results.json` stays as it was; what was altered, deleted, added, edited or damaged is named, in one line.
+
+And by what two environments differ, so that images could.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
-from support.runs import protocol, row_of, write_run
+from support.runs import protocol, write_run
 from syrupy.assertion import SnapshotAssertion
 from syrupy.extensions.json import JSONSnapshotExtension
 from syrupy.types import SerializableData, SerializedData
 
-from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.results import write_results
-from elfatt_sd.evaluation.run import RUN_FILE, Run
+from elfatt_sd.devices import describe_machine
+from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.evaluation import stages
+from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.records import same_images
+from elfatt_sd.evaluation.report import load_results, write_report
+from elfatt_sd.evaluation.run import RowFolder, Run
 from elfatt_sd.evaluation.score import score_run
-from elfatt_sd.evaluation.verify import _check_cost, unequal, verify_run
+from elfatt_sd.evaluation.stages import unequal, verify_run
 
 MEASURED = ("time", "memory")
 OF_THE_FOLDER = ("identity", "created", "sha256")
@@ -74,12 +84,15 @@ def lasting(data: Any, folder: str) -> Any:
 def golden(run_dir: Path) -> dict[str, Any]:
     rows = {path.parent.name: path.read_text() for path in sorted(run_dir.glob("cells/*/manifest.jsonl"))}
     images = {name: re.findall(r'"sha256": ?"(\w{8})', text) for name, text in rows.items()}
-    return {"images": images, **lasting(write_results(Run.open(run_dir)), str(run_dir.parent))}
+    return {"images": images, **lasting(Run.open(run_dir).write_results(), str(run_dir.parent))}
 
 
 @pytest.mark.usefixtures("shared_cache")
 def test_a_run_of_every_stage(finished_run: Path, snapshot: SnapshotAssertion) -> None:
     assert golden(finished_run) == snapshot(extension_class=Figures)
+    told: list[Any] = []
+    assert verify_run(Run.open(finished_run), progress=lambda *seen: told.append(seen)) == []
+    assert {seen[1:] for seen in told} >= {(5, 5)}  # the images of a row, while they are scored again
 
 
 def test_scores_of_known_images(tmp_path: Path, own_cache: Path, snapshot: SnapshotAssertion) -> None:
@@ -89,25 +102,14 @@ def test_scores_of_known_images(tmp_path: Path, own_cache: Path, snapshot: Snaps
     assert golden(run_dir) == snapshot(extension_class=Figures)
 
 
+Damage = Callable[[Path], None]
 ELFATT = "elfatt-ratio0.5-block_size16-agents8"
+FD = "FD-CLIP (ViT of width 32/8@32) (12 reference images)"
+MANIFEST, IMAGE = "cells/null/manifest.jsonl", "cells/null/images/00002.png"
 
 
-def test_a_finished_run_is_in_order(copy: Path) -> None:
-    told: list[Any] = []
-    assert verify_run(Run.open(copy), progress=lambda *seen: told.append(seen)) == []
-    assert {seen[1:] for seen in told} >= {(5, 5)}  # the images of a row, while they are scored again
-
-
-def _alter(run_dir: Path, image: Path) -> None:
-    with Image.open(image) as picture:
-        flipped = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    flipped.save(image)
-
-
-def _replace(place: str, before: str, now: str) -> Callable[[Path, Path], None]:
-    """Return what puts one text in place of another in a file of the run."""
-
-    def damage(run_dir: Path, image: Path) -> None:
+def replaced(place: str, before: str, now: str) -> Damage:
+    def damage(run_dir: Path) -> None:
         text = (run_dir / place).read_text()
         assert before in text
         (run_dir / place).write_text(text.replace(before, now))
@@ -115,122 +117,111 @@ def _replace(place: str, before: str, now: str) -> Callable[[Path, Path], None]:
     return damage
 
 
-def _cut_manifest(run_dir: Path, image: Path) -> None:
-    manifest = run_dir / MANIFEST
-    manifest.write_text("".join(manifest.read_text().splitlines(keepends=True)[:-1]))
+def edited(place: str, *keys: Any) -> Damage:
+    """Double the figure that lies at the end of the keys; drop what is none; put another text in place of one."""
 
-
-MANIFEST = "cells/null/manifest.jsonl"
-UNLIKE = f"{MANIFEST}: images, prompts, classes or seeds are not"
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_alter, "cells/null/images/00002.png: altered"),
-        (lambda _, image: image.unlink(), "cells/null/images/00002.png: deleted"),
-        (lambda _, image: shutil.copy(image, image.with_name("00009.png")), "00009.png: not an image of this run"),
-        (_replace(MANIFEST, '"owl"', '"eagle"'), UNLIKE),
-        (_replace(MANIFEST, '"class_index": 2', '"class_index": 1'), UNLIKE),
-        (
-            _replace(MANIFEST, "images/00002.png", "../other.png"),
-            f"{MANIFEST}: file='../other.png' is not where image 2 lies",
-        ),
-        (_cut_manifest, UNLIKE),
-        (lambda run_dir, _: (run_dir / "scores.json").unlink(), "scores.json: deleted"),
-        (_replace(RUN_FILE, '"guidance": 7.5', '"guidance": 5.0'), "run.json: the protocol does not have the identity"),
-    ],
-)
-def test_damage_is_named(
-    copy: Path, full_protocol: Protocol, damage: Callable[[Path, Path], None], message: str
-) -> None:
-    damage(copy, row_of(copy, full_protocol.cells[1]).image_file(2))
-    problems = verify_run(Run.open(copy))
-    assert any(message in problem for problem in problems), problems
-
-
-def _edit(path: Path, change: Callable[[Any], None]) -> None:
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
-
-
-FD = "FD-CLIP (ViT of width 32/8@32) (12 reference images)"
-
-
-def test_edited_scores_are_found_by_computing_them_anew(copy: Path) -> None:
-    def edit(data: Any) -> None:
-        data["rows"]["null"]["distances"][FD]["value"] *= 0.9
-        data["references"][FD]["count"] = 50_000
-
-    _edit(copy / "scores.json", edit)
-    reference, distance, *rest = verify_run(Run.open(copy))
-    assert f"scores.json: references.{FD}.count is 50000, computed again 12" in reference
-    assert f"scores.json: rows.null.distances.{FD}.value is" in distance
-    assert any("results.json" in line for line in rest)
-    assert all("results.json" in line for line in verify_run(Run.open(copy), recompute=False))
-
-
-@pytest.mark.parametrize("change", ["halve", "drop"])
-def test_an_edited_cost_is_found_by_working_it_out_anew(copy: Path, change: str) -> None:
-    def edit(data: Any) -> None:
-        if change == "drop":
-            del data["rows"]["null"]
-        else:
-            data["rows"][ELFATT]["multiply_adds"] //= 2
-
-    _edit(copy / "cost.json", edit)
-    problem = verify_run(Run.open(copy))[0]
-    place = "null is None" if change == "drop" else f"{ELFATT}.multiply_adds is"
-    assert f"cost.json: {place}" in problem
-    assert "worked out again" in problem
-
-
-def test_a_cost_that_cannot_be_worked_out_is_named(copy: Path) -> None:
-    _edit(copy / "run.json", lambda data: data["protocol"].update(model=str(copy / "none")))
-    (problem,) = _check_cost(Run.open(copy))
-    assert "cost.json: it cannot be worked out again" in problem
-
-
-@pytest.mark.parametrize(
-    ("keys", "change", "place"),
-    [
-        (("rows", 2, "time", "unet", "seconds_per_image"), 0.5, f"rows[{ELFATT}].time.unet.seconds_per_image"),
-        (("rows", 2, "distances", FD, "value"), 1 - 1e-6, f"distances.{FD}.value"),
-        (("rows", 2, "paired", "psnr", "identical"), 1, "paired.psnr.identical is 1,"),
-        (("protocol", "steps"), 50, "protocol.steps is 50, in the files of the stages 4"),
-        (
-            ("environment", "timing", "environment", "device"),
-            "Abacus",
-            "environment.timing.environment.device is Abacus",
-        ),
-    ],
-)
-def test_edited_results_are_found(copy: Path, keys: tuple[Any, ...], change: Any, place: str) -> None:
-    """A figure is multiplied, anything else replaced."""
-
-    def edit(data: Any) -> None:
+    def damage(run_dir: Path) -> None:
+        whole = data = json.loads((run_dir / place).read_text())
         for key in keys[:-1]:
             data = data[key]
-        data[keys[-1]] = data[keys[-1]] * change if isinstance(change, float) else change
+        value = data.pop(keys[-1])
+        if not isinstance(value, dict):
+            data[keys[-1]] = "Abacus" if isinstance(value, str) else 2 * value or 1
+        (run_dir / place).write_text(json.dumps(whole))
 
-    _edit(copy / "results.json", edit)
-    (problem,) = verify_run(Run.open(copy), recompute=False)
-    assert "results.json: " in problem
-    assert place in problem
+    return damage
 
 
-def test_numbers_with_a_fraction_are_compared_with_a_tolerance() -> None:
+def flipped(run_dir: Path) -> None:
+    with Image.open(run_dir / IMAGE) as picture:
+        other = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    other.save(run_dir / IMAGE)
+
+
+def cut(run_dir: Path) -> None:
+    lines = (run_dir / MANIFEST).read_text().splitlines(keepends=True)
+    (run_dir / MANIFEST).write_text("".join(lines[:-1]))
+
+
+UNLIKE = f"{MANIFEST}: images, prompts, classes or seeds are not"
+RESULT = ("results.json", "rows", 2)
+
+
+@pytest.mark.parametrize(
+    ("damage", "recompute", "messages"),
+    [
+        (flipped, True, [f"{IMAGE}: altered"]),
+        (lambda run_dir: (run_dir / IMAGE).unlink(), True, [f"{IMAGE}: deleted"]),
+        (
+            lambda run_dir: shutil.copy(run_dir / IMAGE, run_dir / IMAGE.replace("2.png", "9.png")),
+            True,
+            ["00009.png: not an image of this run"],
+        ),
+        (replaced(MANIFEST, '"owl"', '"eagle"'), True, [UNLIKE]),
+        (replaced(MANIFEST, '"class_index":2', '"class_index":1'), True, [UNLIKE]),
+        (
+            replaced(MANIFEST, "images/00002.png", "../other.png"),
+            True,
+            ["is not where image 2 lies"],
+        ),
+        (cut, True, [UNLIKE]),
+        (lambda run_dir: (run_dir / "scores.json").unlink(), True, ["scores.json: deleted", "results.json"]),
+        (replaced("run.json", '"guidance": 7.5', '"guidance": 5.0'), True, ["protocol does not have the identity"]),
+        (
+            edited("scores.json", "rows", "null", "distances", FD, "value"),
+            True,
+            [f"scores.json: rows.null.distances.{FD}.value is", "results.json"],
+        ),
+        (
+            edited("scores.json", "references", FD, "count"),
+            True,
+            [f"references.{FD}.count is 24, computed again 12", "results.json"],
+        ),
+        (edited("scores.json", "references", FD, "count"), False, ["results.json"]),
+        (edited("cost.json", "rows", "null"), True, ["cost.json: rows.null is None, computed again", "results.json"]),
+        (
+            edited("cost.json", "rows", ELFATT, "multiply_adds"),
+            True,
+            [f"cost.json: rows.{ELFATT}.multiply_adds is", "results.json"],
+        ),
+        (
+            replaced("time.json", '"identity": "', '"identity": "x'),
+            True,
+            ["time.json is of another run"],
+        ),
+        (edited(*RESULT, "time", "unet", "seconds_per_image"), False, [f"rows[{ELFATT}].time.unet.seconds_per_image"]),
+        (edited(*RESULT, "distances", FD, "value"), False, [f"results.json: rows[{ELFATT}].distances.{FD}.value"]),
+        (edited(*RESULT, "paired", "psnr", "identical"), False, ["paired.psnr.identical is 1,"]),
+        (edited("results.json", "protocol", "steps"), False, ["protocol.steps is 8, computed again 4"]),
+        (edited("results.json", "environment", "timing", "environment", "device"), False, ["device is Abacus"]),
+    ],
+)
+def test_damage_is_named(copy: Path, damage: Damage, recompute: bool, messages: list[str]) -> None:
+    """An altered figure of a stage is told for its own file first, and then for the results that were made of it."""
+    damage(copy)
+    problems = verify_run(Run.open(copy), recompute=recompute)
+    assert len(problems) >= len(messages)
+    for message, problem in zip(messages, (problems[0], problems[-1]), strict=False):
+        assert message in problem, problems
+
+
+def test_what_cannot_be_computed_again_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: Any) -> None:
+        raise ElfattError("model='lost' does not exist.")
+
+    monkeypatch.setattr(stages, "load_protocol_pipeline", lost)
+    (problem,) = verify_run(Run.open(copy))
+    assert "cost.json: it cannot be computed again: model='lost' does not exist." in problem
+
+
+def test_figures_are_compared_with_a_tolerance() -> None:
+    """That of a difference is that of its figure: near 0 it has the rounding errors of the distances that it is of."""
     assert list(unequal({"a": [1.0, 2]}, {"a": [1.0 + 1e-6, 2]})) == []
     assert list(unequal({"a": [1.0, 2]}, {"a": [1.01, 2]})) == [("a[0]", 1.0, 1.01)]
     assert list(unequal({"a": 1.0}, {"a": 1.0 + 1e-6}, tolerance=0)) == [("a", 1.0, 1.0 + 1e-6)]
     assert list(unequal({"a": 10_000}, {"a": 10_001})) == [("a", 10_000, 10_001)]
     assert list(unequal({"a": 1}, {"b": 1})) == [("a", 1, None), ("b", None, 1)]
     assert len(list(unequal({"a": float("nan")}, {"a": 1.0}))) == 1
-
-
-def test_the_tolerance_of_a_difference_is_that_of_its_figure() -> None:
-    """A difference near 0 has the rounding errors of the distances that it is of."""
 
     def distance(difference: float, low: float = -0.5) -> dict[str, Any]:
         ends = {"value": difference, "interval": [low, 0.5], "verdict": "no difference shown"}
@@ -240,3 +231,189 @@ def test_the_tolerance_of_a_difference_is_that_of_its_figure() -> None:
     assert list(unequal(distance(1e-5), distance(0.1))) == [("FID.difference.value", 1e-5, 0.1)]
     assert list(unequal(distance(0.0), distance(0.0, -0.6))) == [("FID.difference.interval[0]", -0.5, -0.6)]
     assert list(unequal({"value": 0.0, "interval": [-2.0, 2.0]}, {"value": 1e-3, "interval": [-2.0, 2.0]})) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "parts"),
+    [
+        ("sha256", "x", ("line 2", "sha256")),
+        ("index", -1, ("line 2", "index")),
+        ("prompt", None, ("line 2", "prompt")),
+        ("prompt", "\ud800", ("line 2 is damaged",)),
+        ("seed", float("nan"), ("line 2 is damaged",)),
+        ("index", 3, ("index=3 of image 2", "accepted: 1")),
+    ],
+)
+def test_a_damaged_manifest_is_told_by_line_and_field(copy: Path, field: str, value: Any, parts: tuple[str]) -> None:
+    row = Run.open(copy).baseline
+    lines = [json.loads(line) for line in row.manifest.read_text().split("\n") if line]
+    lines[1][field] = value
+    row.manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ElfattError, match="delete the file to make row 'sd' again") as error:
+        row.made_images()
+    assert "\n" not in str(error.value)
+    assert all(part in str(error.value) for part in (str(row.manifest), *parts))
+
+
+def joined(run: Path) -> object:
+    return Run.open(run).results()
+
+
+def named(run: Path) -> object:
+    return load_results(run).folder_name
+
+
+LOST = r"run\.json: .*; put the file back from a copy"
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "read", "message"),
+    [
+        ("run.json", {"format": 2}, Run.open, LOST),
+        ("run.json", {"protocol": {}}, Run.open, LOST),
+        ("run.json", {"environment": 3}, Run.open, LOST),
+        ("run.json", None, Run.open, r"is damaged \(it holds nothing, null\)"),
+        ("results.json", None, load_results, r"is damaged \(it holds nothing, null\)"),
+        *(("results.json", {"name": name}, named, "which cannot be that of a folder") for name in ("../../x", "nul")),
+        *(
+            (f"{name}.json", {"format": 99}, joined, "format=99 is not accepted")
+            for name in ("scores", "time", "memory")
+        ),
+        ("cost.json", {"rows": 3}, joined, "rows=3 is not accepted"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_a_file_that_is_damaged_or_of_another_version_is_told(
+    copy: Path, name: str, changed: dict[str, Any] | None, read: Callable[[Path], object], message: str
+) -> None:
+    data = json.loads((copy / name).read_text())
+    (copy / name).write_text(json.dumps(changed and data | changed))
+    with pytest.raises(ElfattError, match=message) as error:
+        read(copy)
+    assert name in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkdir, os.mkfifo, lambda path: os.symlink(path, path)], ids=["folder", "pipe", "loop"]
+)
+def test_what_is_no_plain_file_is_told(copy: Path, make: Callable[[Path], None]) -> None:
+    for name in ("results.json", "cells/sd/manifest.jsonl", "run.json"):
+        (copy / name).unlink()
+        make(copy / name)
+    for read in (load_results, Run.open):
+        with pytest.raises(ElfattError, match=r"cannot be read: (it is not a plain file|Too many levels)"):
+            read(copy)
+    with pytest.raises(ElfattError, match=r"manifest\.jsonl does not exist"):
+        RowFolder(copy / "cells" / "sd").made_images()
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"format": 4, "identity": 3}', '{"format": NaN}'])
+@pytest.mark.parametrize("name", ["scores.json", "stages.json"])
+def test_what_can_be_rebuilt_is(copy: Path, full_protocol: Protocol, name: str, content: str) -> None:
+    before = (copy / "scores.json").read_bytes()
+    (copy / name).write_text(content)
+    stages.score(Run(copy, full_protocol), lambda line: None)
+    assert (copy / "scores.json").read_bytes() == before
+    assert json.loads((copy / "stages.json").read_text())["score"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "shape", "short", "nan", "infinite"])
+def test_damaged_features_are_made_anew(copy: Path, full_protocol: Protocol, damage: str) -> None:
+    before = (copy / "scores.json").read_bytes()
+    whole = {path: path.read_bytes() for path in (copy / "scores").glob("*.npy")}
+    for path, kept in whole.items():
+        features = np.load(path)
+        if damage in ("empty", "half"):
+            path.write_bytes(kept[: len(kept) // 2] if damage == "half" else b"")
+        else:
+            wrong = {"shape": np.zeros((2, 3)), "short": features[:3], "nan": features * np.nan}
+            np.save(path, wrong.get(damage, np.full_like(features, np.inf)))
+    (copy / "scores.json").unlink()
+    stages.score(Run(copy, full_protocol), lambda line: None)
+    assert (copy / "scores.json").read_bytes() == before
+    assert {path: path.read_bytes() for path in whole} == whole
+
+
+def test_images_that_are_missing_are_not_scored_and_not_remembered(copy: Path, full_protocol: Protocol) -> None:
+    """One that cannot be read, and a list that is cut short."""
+    before, image = (copy / "scores.json").read_bytes(), copy / "cells" / "sd" / "images" / "00001.png"
+    kept = image.read_bytes()
+    shutil.rmtree(copy / "scores")
+    (copy / "scores.json").unlink()
+    image.unlink()
+    os.mkfifo(image)  # which would wait for ever
+    with pytest.raises(ElfattError, match=r"00001\.png \(it is not a plain file\) cannot be read; put it back"):
+        stages.score(Run(copy, full_protocol), lambda line: None)
+    image.unlink()
+    image.write_bytes(kept)
+    stages.score(Run(copy, full_protocol), lambda line: None)
+    assert (copy / "scores.json").read_bytes() == before
+    for row in Run.open(copy).rows:
+        row.manifest.write_text("\n".join(row.manifest.read_text().split("\n")[:3]) + "\n")
+    with pytest.raises(ElfattError, match=r"manifest\.jsonl lists 3 images; accepted: 5; delete the file"):
+        stages.score(Run(copy, full_protocol), lambda line: None)
+
+
+def test_what_stands_in_the_way_of_writing_is_one_line_and_links_lead_nowhere(copy: Path) -> None:
+    run, outside = Run.open(copy), copy.parent / "outside"
+    (copy / "results.json").unlink()
+    (copy / "results.json").mkdir()
+    with pytest.raises(ElfattFailure, match=r"results\.json: Is a directory; finished work is kept"), run.writing():
+        run.write_results()
+    (copy / "results.json").rmdir()
+    run.write_results()
+    outside.mkdir()
+    (outside / "mine.png").write_bytes(b"mine")
+    shutil.rmtree(copy / "report")
+    (copy / "report").symlink_to(outside)
+    (copy / ".locked-by").symlink_to(outside / "mine.png")
+    with run.writing(), pytest.raises(ElfattError, match="report is a link"):
+        write_report(load_results(copy))
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"mine.png": b"mine"}
+
+
+def cell(name: str, method: str = "tome", **settings: Any) -> Cell:
+    return Cell(name, "", method, "baseline" if method == "sd" else "method", settings=settings)
+
+
+CELLS = (
+    cell("sd", "sd"),
+    cell("tome"),
+    cell("xformers", attention_backend="xformers"),
+    cell("native", attention_backend="native"),
+    Cell("peer", "tomesd", "tome", peer="tomesd"),
+)
+EVERY, PATCHED = {each.name for each in CELLS}, {"tome", "xformers", "native"}
+CUDA = {"runtime": "13", "cudnn": 9, "tf32": False, "driver": "580"}
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    packages = {"torch": "2", "diffusers": "0", "transformers": "5", "tomesd": "1", "numpy": "2", "flash-attn": "2"}
+    hashes = {f"{name}_sha256": "00" for name in ("model", "prompts", "code", "method")}
+    found = {"elfatt_sd": "0.1", "commit": "abc", "device": "2 cores", "cpu_threads": 2, "cuda": None, **hashes}
+    return {**found, **changes, "packages": {**packages, **changes.get("packages", {})}}
+
+
+@pytest.mark.parametrize(
+    ("before", "changes", "rows"),
+    [
+        ({}, {"packages": {"torch": "3"}}, EVERY),
+        ({}, {"packages": {"tomesd": "2"}}, {"peer"}),
+        ({}, {"packages": {"flash-attn": "3"}}, {"tome"}),
+        ({}, {"packages": {"xformers": "1"}}, {"xformers"}),
+        ({}, {"packages": {"numpy": "3"}}, set()),
+        ({}, {"method_sha256": "11"}, PATCHED),
+        ({}, {"model_sha256": "11"}, EVERY),
+        ({}, {"code_sha256": "11"}, EVERY),
+        ({}, {"cpu_threads": 1}, EVERY),  # a thread more changes pixels on the CPU: measured on the toy
+        ({}, {"commit": "def", "elfatt_sd": "0.2"}, set()),
+        ({"cuda": CUDA}, {"cuda": {**CUDA, "driver": "590"}, "cpu_threads": 64}, set()),
+        ({"cuda": CUDA}, {"cuda": {**CUDA, "tf32": True}}, EVERY),
+    ],
+)
+def test_rows_differ_by_what_they_use(before: dict[str, Any], changes: dict[str, Any], rows: set[str]) -> None:
+    there, here = described(**before), described(**changes)
+    assert {each.name for each in CELLS if same_images(there, here, [each])} == rows
+    assert bool(same_images(there, here, CELLS)) == bool(rows)
+    now = describe_machine(torch.device("cpu"))
+    assert same_images(now, now, CELLS) == [] and now["packages"]["torch"]

@@ -1,77 +1,85 @@
-"""The stages of a run: what is done once, what is done again, and what is told before any work, as by a dry run."""
+"""The stages of a run and the commands: what is done once, what is done again, and one line for every error."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support import runs
-from support.runs import row_of
+from support.runs import full_overrides, row_of
 
-from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation import extraction, generate, score, stages
-from elfatt_sd.evaluation.features import load_extractor
-from elfatt_sd.evaluation.measure import program_of
+from elfatt_sd.cli import app
+from elfatt_sd.cli.evaluation import build_protocol
+from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.evaluation import extraction, generate, stages
 from elfatt_sd.evaluation.metrics.base import MetricChoice
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.run import Run, RunFailure
+from elfatt_sd.evaluation.run import Run
+
+STAGES = ("score", "time", "memory", "report")
 
 
-def test_unreadable_reference_pictures_are_named(full_protocol: Protocol, copy: Path) -> None:
-    scores = json.loads((copy / "scores.json").read_text())
-    next(iter(scores["references"].values()))["unreadable"] = ["a.JPEG (truncated)"]
-    (copy / "scores.json").write_text(json.dumps(scores))
-    lines: list[str] = []
-    stages.score(Run(copy, full_protocol), lines.append)
-    assert lines == ["score: done before", "score: reference image not readable: a.JPEG (truncated)"]
-    stages.write_page(Run.open(copy), lines.append)
-    page = (copy / "report" / "index.html").read_text()
-    assert "1 reference image could not be read: a.JPEG (truncated)." in page
+def finished_stages(lines: list[str]) -> list[str]:
+    return [line.split(" in ")[0] for line in lines if ": done" in line]
+
+
+def evaluate(run_dir: Path, protocol: Protocol, lines: list[str] | None = None) -> dict[str, str]:
+    told: Callable[[str], None] = (lines if lines is not None else []).append
+    return stages.evaluate(Run(run_dir, protocol), told, show_progress=False)
+
+
+@pytest.fixture
+def fake_stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes time and memory write what they are given, and find errors."""
+
+    def fake(content: dict[str, bytes], time: dict[str, str], memory: dict[str, str]) -> None:
+        for stage, errors in (("time", time), ("memory", memory)):
+
+            def write(run: Run, report: Any, stage: str = stage, errors: dict[str, str] = errors) -> dict[str, Any]:
+                (run.folder / f"{stage}.json").write_bytes(content[f"{stage}.json"])
+                return {"errors": dict(errors)}
+
+            monkeypatch.setattr(stages, f"measure_{stage}", write)
+
+    return fake
+
+
+def measured(run_dir: Path) -> dict[str, bytes]:
+    return {name: (run_dir / name).read_bytes() for name in ("cost.json", "time.json", "memory.json", "scores.json")}
 
 
 def test_a_second_run_does_nothing_again(
     finished_run: Path, full_protocol: Protocol, shared_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = runs.tree(finished_run)
-    lines: list[str] = []
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("a finished stage was done again")
-
-    for name in ("measure_time", "measure_memory"):
-        monkeypatch.setattr(stages, name, refuse)
-    monkeypatch.setattr(generate, "load_protocol_pipeline", refuse)
-    assert stages.evaluate(Run(finished_run, full_protocol), lines.append, show_progress=False) == {}
-    assert lines == [f"{stage}: done before" for stage in ("score", "time", "memory", "report")]
+    before, lines = runs.tree(finished_run), list[str]()
+    for module, name in ((stages, "measure_time"), (stages, "measure_memory"), (generate, "load_protocol_pipeline")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("a finished stage was done again"))
+    assert evaluate(finished_run, full_protocol, lines) == {}
+    assert lines == [f"{stage}: done before" for stage in STAGES]
     assert runs.tree(finished_run) == before
+    assert stages.to_do(Run(finished_run, full_protocol)) == "nothing"
 
 
 @pytest.mark.parametrize("damage", ["lost", "torn", "of another run"])
 def test_what_a_stage_wrote_is_made_again_where_it_is_lost(
-    copy: Path, full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch, damage: str
+    copy: Path, full_protocol: Protocol, fake_stages: Callable[..., None], damage: str
 ) -> None:
     """What is timed and measured is made up; what is kept in the end is whole."""
-    names = ("cost.json", "time.json", "memory.json", "scores.json")
-    done = {name: (copy / name).read_bytes() for name in names}
+    done = measured(copy)
     for name, content in done.items():
         other = content.replace(full_protocol.identity.encode(), b"other")
         (copy / name).write_bytes(content[:-9] if damage == "torn" else other)
         if damage == "lost":
             (copy / name).unlink()
-    for stage in ("time", "memory"):
-
-        def write(run: Run, report: Any, name: str = f"{stage}.json") -> dict[str, Any]:
-            (run.folder / name).write_bytes(done[name])
-            return {}
-
-        monkeypatch.setattr(stages, f"measure_{stage}", write)
-    assert stages.evaluate(Run(copy, full_protocol), lambda line: None, show_progress=False) == {}
+    fake_stages(done, {}, {})
+    assert evaluate(copy, full_protocol) == {}
     for name, content in done.items():
         made, before = json.loads((copy / name).read_bytes()), json.loads(content)
         assert (made["identity"], made["rows"].keys()) == (full_protocol.identity, before["rows"].keys())
@@ -82,64 +90,77 @@ def test_other_images_are_scored_anew_but_not_timed_anew(
 ) -> None:
     """And a row that was lost is made again."""
     shutil.rmtree(row_of(copy, full_protocol.cells[2]).folder)
-    cell = full_protocol.cells[-1]
-    first, second = (row_of(copy, cell).image_file(index) for index in (0, 1))
-    shutil.copy(second, first)
-    made = row_of(copy, cell).made_images()
-    manifest = row_of(copy, cell).manifest
-    manifest.write_text(manifest.read_text().replace(made[0].sha256, made[1].sha256))
+    row = row_of(copy, full_protocol.cells[-1])
+    shutil.copy(row.image_file(1), row.image_file(0))
+    made = row.made_images()
+    row.manifest.write_text(row.manifest.read_text().replace(made[0].sha256, made[1].sha256))
     lines: list[str] = []
-    stages.evaluate(Run(copy, full_protocol), lines.append, show_progress=False)
-    assert [line.split(" in ")[0] for line in lines if not line.endswith(": begun")] == [
-        "score: done",
-        "time: done before",
-        "memory: done before",
-        "report: done",
-    ]
+    evaluate(copy, full_protocol, lines)
+    assert finished_stages(lines) == ["score: done", "time: done before", "memory: done before", "report: done"]
     before, now = (json.loads((run / "scores.json").read_text())["rows"] for run in (finished_run, copy))
-    assert now[cell.name]["paired"] != before[cell.name]["paired"]
-    assert now["null"] == before["null"]
+    assert now[row.name]["paired"] != before[row.name]["paired"] and now["null"] == before["null"]
     lost = row_of(copy, full_protocol.cells[2]).folder
     assert runs.tree(lost) == runs.tree(row_of(finished_run, full_protocol.cells[2]).folder)
 
 
-def test_a_row_that_fails_in_several_stages_is_in_the_results_with_its_reasons(
-    full_protocol: Protocol, finished_run: Path, shared_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_changed_reference_is_scored_anew_and_unreadable_pictures_are_named(
+    copy: Path, full_protocol: Protocol, workplace: Path
 ) -> None:
-    real, failing = generate.make_row, {"null": "image 0 is black", "sd": None}
+    scores = json.loads((copy / "scores.json").read_text())
+    next(iter(scores["references"].values()))["unreadable"] = ["a.JPEG (truncated)"]
+    (copy / "scores.json").write_text(json.dumps(scores))
+    lines: list[str] = []
+    stages.score(Run(copy, full_protocol), lines.append)
+    assert lines == ["score: done before", "score: reference image not readable: a.JPEG (truncated)"]
+    stages.write_page(Run.open(copy), lines.append)
+    page = (copy / "report" / "index.html").read_text()
+    assert "1 reference image could not be read: a.JPEG (truncated)." in page
+    picture = min((workplace / "val").iterdir())
+    content, times = picture.read_bytes(), (picture.stat().st_atime_ns, picture.stat().st_mtime_ns)
+    lines.clear()
+    try:
+        picture.write_bytes(content + b" ")
+        stages.score(Run(copy, full_protocol), lines.append)
+    finally:
+        picture.write_bytes(content)
+        os.utime(picture, ns=times)
+    assert finished_stages(lines) == ["score: done"]
 
-    def make(run: Run, pipe: Any, row: Any, *rest: Any) -> Any:
-        return failing[row.name] if failing.get(row.name) else real(run, pipe, row, *rest)
 
-    monkeypatch.setattr(generate, "make_row", make)
-    errors = {"null": "image 0 is black", "sd": "no such thing"}
-    for stage in ("time", "memory"):
-
-        def write(run: Run, report: Any, name: str = f"{stage}.json") -> dict[str, Any]:
-            shutil.copy(finished_run / name, run.folder / name)
-            return {"errors": errors if name == "time.json" else {"sd": "out of memory"}}
-
-        monkeypatch.setattr(stages, f"measure_{stage}", write)
-    failed = stages.evaluate(Run(tmp_path / "run", full_protocol), lambda line: None, show_progress=False)
+def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
+    full_protocol: Protocol,
+    finished_run: Path,
+    shared_cache: None,
+    tmp_path: Path,
+    fake_stages: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, failing = generate.make_row, {"null": "image 0 is black"}
+    monkeypatch.setattr(generate, "make_row", lambda run, pipe, row, *rest: (
+        failing.get(row.name) or real(run, pipe, row, *rest)
+    ))  # fmt: skip
+    fake_stages(measured(finished_run), {**failing, "sd": "no such thing"}, {"sd": "out of memory"})
+    failed = evaluate(tmp_path / "run", full_protocol)
     assert failed == {"null": "image 0 is black", "sd": "no such thing; out of memory"}
     rows = {row["cell"]: row for row in json.loads((tmp_path / "run" / "results.json").read_text())["rows"]}
     assert (rows["null"]["failed"], rows["null"]["distances"], rows["sd"]["failed"]) == ("image 0 is black", None, None)
     assert rows["sd"]["distances"]
+    failing.clear()
+    fake_stages(measured(finished_run), {}, {})
+    for again in (True, False):
+        lines: list[str] = []
+        assert evaluate(tmp_path / "run", full_protocol, lines) == {}
+        assert finished_stages(lines) == [f"{stage}: done{'' if again else ' before'}" for stage in STAGES]
 
 
 def test_a_baseline_that_fails_ends_the_run_at_once(
     full_protocol: Protocol, shared_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
-
-    def fail(run: Any, pipe: Any, row: Any, *_: Any) -> str:
-        made.append(row.name)
-        return "image 0 is black"
-
-    monkeypatch.setattr(generate, "make_row", fail)
+    monkeypatch.setattr(generate, "make_row", lambda run, pipe, row, *_: made.append(row.name) or "image 0 is black")
     last_first = dataclasses.replace(full_protocol, cells=full_protocol.cells[::-1])
-    with pytest.raises(RunFailure, match=r"'sd', the baseline, has no images: image 0 is black"):
-        stages.evaluate(Run(tmp_path / "run", last_first), lambda line: None, show_progress=False)
+    with pytest.raises(ElfattFailure, match=r"'sd', the baseline, has no images: image 0 is black"):
+        evaluate(tmp_path / "run", last_first)
     assert made == ["sd"]
 
 
@@ -150,164 +171,215 @@ def test_a_torn_reference_picture_costs_no_images(
     shutil.copytree(workplace / "val", tmp_path / "torn")
     min((tmp_path / "torn").iterdir()).write_bytes(b"\xff\xd8\xff")
     torn = dataclasses.replace(full_protocol.reference, source=str(tmp_path / "torn"), allow_count=False)
-    protocol = dataclasses.replace(full_protocol, reference=torn, time=None, memory=None)
+    cells = full_protocol.cells[:2]
+    protocol = dataclasses.replace(full_protocol, reference=torn, time=None, memory=None, cells=cells)
     with pytest.raises(ElfattError, match="--allow-count"):
-        stages.evaluate(Run(tmp_path / "run", protocol), lambda line: None, show_progress=False)
+        evaluate(tmp_path / "run", protocol)
     assert not (tmp_path / "run" / "cells").exists()
-    allowed = dataclasses.replace(protocol, reference=dataclasses.replace(torn, allow_count=True))
     lines: list[str] = []
-    assert stages.evaluate(Run(tmp_path / "run", allowed), lines.append, show_progress=False) == {}
+    allowed = dataclasses.replace(protocol, reference=dataclasses.replace(torn, allow_count=True))
+    assert evaluate(tmp_path / "run", allowed, lines) == {}
     scores = json.loads((tmp_path / "run" / "scores.json").read_text())
     assert list(scores["references"]) == ["FD-CLIP (ViT of width 32/8@32) (11 reference images)"]
     assert any("ILSVRC2012_val_00000001.JPEG" in line for line in lines)
 
 
-def test_a_row_that_could_not_be_measured_is_told_and_tried_again(
-    copy: Path, full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = json.loads((copy / stages.STAGES_FILE).read_text())
-    (copy / stages.STAGES_FILE).write_text(json.dumps({**done, "time": "", "memory": ""}))
-    errors = {"time": {"null": "no such thing"}, "memory": {"sd": "no such thing"}}
-    for stage, found in errors.items():
-        monkeypatch.setattr(stages, f"measure_{stage}", lambda *_, found=found: {"errors": dict(found)})
-    for expected, skipped in (({"null": "no such thing", "sd": "no such thing"}, False), ({}, False), ({}, True)):
-        lines: list[str] = []
-        assert stages.evaluate(Run(copy, full_protocol), lines.append, show_progress=False) == expected
-        assert all((f"{stage}: done before" in lines) == skipped for stage in errors)
-        for found in errors.values():
-            found.clear()
-
-
-def test_a_changed_reference_is_scored_anew(copy: Path, full_protocol: Protocol, workplace: Path) -> None:
-    picture = min((workplace / "val").iterdir())
-    content, times = picture.read_bytes(), (picture.stat().st_atime_ns, picture.stat().st_mtime_ns)
-    lines: list[str] = []
-    try:
-        picture.write_bytes(content + b" ")
-        stages.score(Run(copy, full_protocol), lines.append)
-    finally:
-        picture.write_bytes(content)
-        os.utime(picture, ns=times)
-    assert [line.split(" in ")[0] for line in lines if not line.endswith(": begun")] == ["score: done"]
-
-
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("changes", "named"),
     [
-        ("reference.source=/nowhere/val", "/nowhere/val does not exist"),
-        ("reference.source=", "reference.source is missing"),
-        ('extractors=["clip:/nowhere"]', "/nowhere"),
-        ('extractors=["incepton"]', "'incepton' is not known"),
-        ("labels=/nowhere.txt", "nowhere.txt"),
-        ("limit=1", "1 image a row has no distance; give at least 2"),
-        ("reference.count=13", "has 12 images; accepted are 13"),
-        ("reference.source=/nowhere/statistics.npz", "/nowhere/statistics.npz does not exist"),
-        ("reference.resize=cropp", "resize='cropp' is not known"),
-        ("reference.resize=crop", "size=0 with resize='crop'"),
-        ("reference.filter=mitchel", "filter='mitchel' is not known"),
-        ("reference.source=renders:0", "renders"),
-        ("reference.source=garbage.npz", "garbage.npz"),
-        ("device=abacus", "device='abacus' is not known"),
-        ("model=/nowhere/sd", "'/nowhere/sd' does not exist"),
-    ],
-)
-def test_missing_inputs_are_told_before_any_work(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, override: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "garbage.npz").write_bytes(b"?")
-    protocol = runs.small_protocol(tmp_path, workplace / "sd15", *runs.full_overrides(workplace), override)
-    with pytest.raises(ElfattError, match=message):
-        stages.evaluate(Run(tmp_path / "run", protocol), lambda line: None, show_progress=False)
-    assert {path.name for path in (tmp_path / "run").glob("*")} <= {".lock"}
-
-
-def test_a_reference_is_checked_in_all_before_any_work(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its number of pictures too, where they are known by their statistics only; and a folder is listed once."""
-    overrides = runs.full_overrides(workplace)
-    listed: list[Path] = []
-    monkeypatch.setattr(
-        extraction, "_folder", lambda path, list_it=extraction._folder: listed.append(path) or list_it(path)
-    )
-    stages.check_inputs(runs.small_protocol(tmp_path, workplace / "sd15", *overrides))
-    assert listed == [workplace / "val"]
-    dimension = load_extractor(f"clip:{workplace / 'clip'}").dimension
-    with open(tmp_path / "five.NPZ", "wb") as file:
-        np.savez(file, mu=np.zeros(dimension), sigma=np.diag((np.arange(dimension) < 4) * 1.0), count=np.int64(5))
-    overrides += [f"reference.source={tmp_path / 'five.NPZ'}"]
-    with pytest.raises(ElfattError, match=r"five\.NPZ has 5 images; accepted are 12, or give --allow-count"):
-        stages.check_inputs(runs.small_protocol(tmp_path, workplace / "sd15", *overrides))
-    overrides += ["reference.allow_count=true"]
-    stages.check_inputs(runs.small_protocol(tmp_path, workplace / "sd15", *overrides))
-
-
-def test_scoring_loads_each_extractor_once(
-    finished_run: Path, copy: Path, full_protocol: Protocol, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (copy / "scores.json").unlink()
-    loaded: list[str] = []
-
-    def load(spec: str, **options: Any) -> Any:
-        loaded.append(spec)
-        return load_extractor(spec, **options)
-
-    monkeypatch.setattr(score, "load_extractor", load)
-    stages.score(Run(copy, full_protocol), lambda line: None)
-    assert loaded == list(full_protocol.extractors)
-    assert (copy / "scores.json").read_bytes() == (finished_run / "scores.json").read_bytes()
-
-
-def test_what_is_left_to_do_is_counted(full_protocol: Protocol, finished_run: Path, tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", full_protocol)
-    assert stages.count_images(run) == 5 * 4
-    assert stages.disk_gib(run) == pytest.approx(20 * 32 * 32 * 1.6 / 2**30)
-    assert len({program_of(cell) for cell in full_protocol.cells}) == 3  # the untouched one for baseline and null row
-    assert stages.to_do(run) == (
-        "20 images of 4 steps, 2 rounds of 4 rows to time, 6 processes to measure the memory, the scores"
-    )
-    assert stages.to_do(Run(finished_run, full_protocol)) == "nothing"
-
-
-def test_every_obstacle_is_named_at_once(
-    full_protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert stages.obstacles(Run(tmp_path / "new", full_protocol)) == []
-    assert not (tmp_path / "new").exists()
-    monkeypatch.setattr(Run, "free_gib", 0.0)
-    wrong = dataclasses.replace(
-        full_protocol,
-        model="/nowhere/sd",
-        extractors=("clip:/nowhere/clip", "dinov2:/nowhere/dino"),
-        reference=dataclasses.replace(full_protocol.reference, source="/nowhere/val"),
-        metrics=(MetricChoice("lpips", "/nowhere/alex.pth"), MetricChoice("no_module:f"), MetricChoice("cmmd")),
-    )
-    told = stages.obstacles(Run(tmp_path / "new", wrong), [tmp_path / "lost"])
-    parts = ["/nowhere/sd", "/nowhere/clip", "/nowhere/dino", "/nowhere/val", "lost", "GiB of disk are needed"]
-    for part in (*parts, "/nowhere/alex.pth", "no_module:f"):
-        assert sum(part in line for line in told) == 1, (part, told)
-
-
-@pytest.mark.parametrize(
-    ("changes", "obstacle"),
-    [
-        ({"height": 33}, "height=33 is not accepted"),
-        ({"metrics": (MetricChoice("prdc"),), "limit": 5}, "metric 'prdc' needs more than 5 images and reference"),
-        ({"scheduler": "FlowMatchEulerDiscreteScheduler"}, "scheduler='FlowMatchEulerDiscreteScheduler' does not fit"),
-        ({"metrics": (MetricChoice("colorsys:rgb_to_hsv", name="x"),) * 2}, "metrics give 'x' twice"),
+        ({}, []),
+        ({"model": "/nowhere/sd", "extractors": ("clip:/nowhere/clip",)}, ["/nowhere/sd", "/nowhere/clip"]),
+        ({"metrics": (MetricChoice("no_module:f"),), "device": "abacus"}, ["no_module:f", "device='abacus'"]),
+        ({"height": 33}, ["height=33 is not accepted"]),
+        ({"metrics": (MetricChoice("prdc"),), "limit": 5}, ["metric 'prdc' needs more than 5 images and reference"]),
+        ({"metrics": (MetricChoice("colorsys:rgb_to_hsv", name="x"),) * 2}, ["metrics give 'x' twice"]),
     ],
     ids=str,
 )
-def test_an_obstacle_is_named_alone(
-    full_protocol: Protocol, tmp_path: Path, changes: dict[str, Any], obstacle: str
+def test_every_obstacle_is_named_once(
+    full_protocol: Protocol, tmp_path: Path, changes: dict[str, Any], named: list[str]
 ) -> None:
-    (said,) = stages.obstacles(Run(tmp_path / "new", dataclasses.replace(full_protocol, **changes)))
-    assert said.startswith(obstacle)
+    told = stages.obstacles(Run(tmp_path / "new", dataclasses.replace(full_protocol, **changes)))
+    assert [sum(part in line for line in told) for part in named] == [1] * len(named) and len(told) == len(named), told
+    assert not (tmp_path / "new").exists()
 
 
-def test_images_of_the_run_are_no_reference(full_protocol: Protocol, tmp_path: Path) -> None:
-    (own := tmp_path / "run" / "cells" / "sd" / "images").mkdir(parents=True)
-    given = dataclasses.replace(full_protocol.reference, source=str(own))
-    said = stages.obstacles(Run(tmp_path / "run", dataclasses.replace(full_protocol, reference=given)))
-    assert any("is of this run; give images that it is compared with" in line for line in said)
+class Done:
+    def __init__(self, code: int, captured: Any) -> None:
+        self.code, self.out, self.err = code, captured.out, captured.err
+        self.said = " ".join(captured.err.split())
+
+
+Call = Callable[..., Done]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
+
+    def run(*words: object) -> Done:
+        with pytest.raises(SystemExit) as end:
+            app(["eval", *map(str, words)], prog_name="elfatt-sd")
+        return Done(int(end.value.code or 0), capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path: Path, workplace: Path) -> Path:
+    return runs.write_protocol(tmp_path, workplace / "sd15")
+
+
+def sets(overrides: list[str]) -> list[str]:
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def test_run_prints_the_page_and_the_other_commands_work_on_it(
+    call: Call, workplace: Path, file: Path, in_process: None, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    done = call("run", file, "--out", run_dir, "--limit", 3, "--quiet", *sets(full_overrides(workplace)))
+    assert done.code == 0, done.err
+    table, _, path = done.out.strip().rpartition("\n\n")
+    page = Path(path)
+    assert page == run_dir / "report" / "index.html" and page.is_file()
+    assert "Difference" in table and "(null row)" in table and "A quick look" in table
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert Run.open(run_dir).protocol.limit == len(Run.open(run_dir).baseline.made_images()) == 3
+    assert call("score", run_dir, "--quiet").code == 0
+    page.unlink()
+    assert call("report", run_dir).code == 0 and page.is_file()
+    done = call("verify", run_dir)
+    assert (done.code, done.err) == (0, "")
+    Run.open(run_dir).rows[1].image_file(1).unlink()
+    done = call("verify", run_dir)
+    assert (done.code, len(done.err.splitlines())) == (1, 1) and "null/images/00001.png: deleted" in done.err
+
+
+def test_dry_run_prints_and_makes_nothing(call: Call, workplace: Path, file: Path, tmp_path: Path) -> None:
+    file.write_text(file.read_text().replace("SD (Baseline)", "[/b] :star: \\u001b[2J"))  # printed as it is
+    new = ["--out", tmp_path / "run", "--dry-run"]
+    done = call("run", file, *new, *sets(full_overrides(workplace)))
+    assert (done.code, done.err) == (0, "")
+    parts = [r"[/b] :star: \x1b[2J", "tomesd-ratio0.5", "20 images, 5 a row, about", "GiB are free"]
+    parts += ["to do: 20 images of 4 steps, score, time, memory, report"]
+    assert [part for part in parts if part not in done.out] == []
+    given = ["--model", "/nowhere/sd", "--inception-weights", "/nowhere/weights", "--reference", "/nowhere/val"]
+    done = call("run", "paper_table", *new, *given, "--dtype", "int3")
+    assert done.code == 2 and "34000 images, 2000 a row" in done.out and "to do: 34000 images" in done.out
+    for obstacle in ("/nowhere/sd", "/nowhere/weights", "int3"):
+        assert sum(obstacle in line for line in done.err.splitlines()) >= 1, obstacle
+    done = call("run", "toy", *new, *sets(["reference.source=none.npz", "height=64", "width=64"]))
+    assert done.code == 2 and "reference none.npz does not exist" in done.said
+    assert not (tmp_path / "run").exists()
+    done = call("run", "toy", "--dry-run", *sets(["height=64", "width=64"]), "--out", file, "--reuse", file)
+    assert done.code == 2 and "cannot be written" in done.said and "holds no run" in done.said
+
+
+def test_reference_says_what_it_found(call: Call, workplace: Path, file: Path) -> None:
+    overrides = sets([line for line in full_overrides(workplace) if "reference" not in line])
+    done = call("reference", file, "--reference", workplace / "val", "--allow-count", *overrides)
+    assert done.code == 0 and '"count": 12' in done.out
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--set", "stepz=3"), ("'stepz'", "accepted")),
+        (("--limit", "0"), ("--limit", "greater than or equal to 1")),
+        (("--limit", "1"), ("1 image a row has no distance", "at least 2")),
+        (("--model", "/nowhere/sd"), ("/nowhere/sd", "does not exist")),
+        (("--device", "abacus"), ("abacus", "accepted")),
+        (("--dtype", "int3"), ("int3", "accepted")),
+        (("--variant", "fp16"), ("variant='fp16' is not in model", "there is: weights without a variant")),
+        (("--force",), ("No such option: --force",)),
+        (("--set", "height=33"), ("height=33 is not accepted",)),
+        (("--set", "steps=5000"), ("steps=5000 is not accepted; give a whole number from 1 to 1000",)),
+        (("--set", "steps=6", "--out", "RUN"), ("steps: 4 there, 6 here", "--reuse")),
+        (("--set", "labels=/nowhere.txt"), ("nowhere.txt",)),
+        (("--reference", "/nowhere/val"), ("/nowhere/val", "does not exist")),
+        (("--reference", ""), ("reference.source is missing",)),
+        (("--reference", "renders:0"), ("renders",)),
+        (("--reference", "FILE.npz"), ("file.npz",)),
+        (("--reference", "OWN"), ("is of this run; give images that it is compared with",)),
+        (("--set", "reference.count=13"), ("12 images", "13")),
+        (("--set", "reference.resize=cropp"), ("resize='cropp' is not known",)),
+        (("--set", "reference.resize=crop"), ("size=0 with resize='crop'",)),
+        (("--set", "reference.filter=mitchel"), ("filter='mitchel' is not known",)),
+        (("--set", 'extractors=["clip:/nowhere"]'), ("/nowhere",)),
+        (("--set", 'extractors=["incepton"]'), ("'incepton' is not known",)),
+        (("--inception-weights", "FILE.npz", "--set", 'extractors=["inception"]'), ("sha256",)),
+    ],
+)
+def test_wrong_use_is_one_line_before_any_work(
+    call: Call, copy: Path, workplace: Path, file: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str]
+) -> None:
+    """RUN is a run of another specification, OWN a folder of the run's, FILE.npz holds nothing of use."""
+    (tmp_path / "file.npz").write_bytes(b"not the published file")
+    if "OWN" in words:
+        (tmp_path / "new" / "cells").mkdir(parents=True)
+    places = {"RUN": copy, "FILE.npz": tmp_path / "file.npz", "OWN": tmp_path / "new" / "cells"}
+    given = ["--limit", 2, *(places.get(word, word) for word in words)]
+    done = call("run", file, "--out", tmp_path / "new", "--quiet", *sets(full_overrides(workplace)), *given)
+    assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
+    assert [part for part in parts if part not in done.err] == [], done.err
+    assert {path.name for path in (tmp_path / "new").glob("*")} <= {".lock", "cells"}
+
+
+def test_folders_that_hold_no_run_are_named(call: Call, tmp_path: Path) -> None:
+    for command in ("score", "report", "verify"):
+        done = call(command, tmp_path)
+        assert (done.code, "holds no run" in done.err) == (2, True)
+    assert build_protocol("toy", model="models/\N{GRINNING FACE}é").model == "models/\N{GRINNING FACE}é"
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_batch_that_fits_nowhere_is_warned_of_and_fails_its_row(
+    call: Call, workplace: Path, file: Path, tmp_path: Path
+) -> None:
+    sizes = [f"height={2**23}", f"width={2**23}"]
+    done = call("generate", file, "--out", tmp_path / "run", "--quiet", *sets([*full_overrides(workplace), *sizes]))
+    warned, failed = done.err.splitlines()
+    assert done.code == 1 and "warning: a batch of " in warned and f"{2**23}x{2**23} needs about" in warned
+    assert failed.startswith("error: row sd failed: out of memory at batch")
+
+
+def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
+    call: Call, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the baseline the others are not begun; what was made is kept."""
+    real, check = generate.make_images, generate.check_images
+    row = Run(tmp_path / "run", build_protocol(str(file))).baseline
+
+    def interrupted(*given: Any) -> Any:
+        if row.image_file(0).is_file():
+            raise KeyboardInterrupt
+        return real(*given)
+
+    command = ("generate", file, "--out", tmp_path / "run", "--quiet")
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "make_images", interrupted)
+        done = call(*command)
+    assert (done.code, len(done.err.splitlines())) == (130, 1)
+    assert len(row.known_images()) == 2 and not row.finished
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "check_images", lambda images, indices: check(images * 0, indices))
+        done = call(*command)
+    black = "image 2 is black: an overflow (give dtype float32 or bfloat16), or a safety checker"
+    assert (done.code, done.err) == (1, f"error: row sd failed: {black}\n")
+    assert call(*command).code == 0 and len(row.made_images()) == 5
+
+
+def test_a_full_disk_of_the_cache_is_a_failure(
+    call: Call, workplace: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line; that of the run is tested with what it keeps."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "full"))
+    monkeypatch.setattr(extraction, "_write_chunk", full)
+    done = call("reference", file, *sets(full_overrides(workplace)))
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    assert f"no space left on the disk of {tmp_path / 'full'}" in done.err

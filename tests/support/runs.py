@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
-import math
 import random
 import re
 import sys
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image
 from support import tiny_pipelines as tiny
 from torch import Tensor, nn
 
@@ -25,10 +23,11 @@ from elfatt_sd.evaluation import generate, protocols, score
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
+from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.reference import Reference, Renders, build_reference
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.summary import findings
-from elfatt_sd.evaluation.run import RUN_FILE, Row, Run, clear_disk_errors
+from elfatt_sd.evaluation.run import RUN_FILE, RowFolder, Run, clear_disk_errors
 from elfatt_sd.evaluation.statistics import FeatureStatistics
 from elfatt_sd.files import folder_lock, sha256_of_file
 from elfatt_sd.progress import Progress
@@ -87,9 +86,7 @@ label = "SD, other seeds"
 method = "sd"
 role = "null"
 """
-CELLS = (
-    UNTOUCHED
-    + """
+CELLS = f"""{UNTOUCHED}
 [[cells]]
 label = "ELFATT-SD"
 method = "elfatt"
@@ -103,9 +100,6 @@ method = "tome"
 peer = "tomesd"
 ratio = 0.5
 """
-)
-
-
 TWO_PROCESSES = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
 TWO_PROCESSES += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
 TWO_PROCESSES += ["--main_process_port", "0"]  # any free one: tests run side by side
@@ -124,12 +118,6 @@ def write_clip(folder: Path) -> Path:
     return folder / "clip"
 
 
-def write_labels(folder: Path) -> Path:
-    path = folder / "labels.txt"
-    path.write_text("\n".join(LABELS) + "\n")
-    return path
-
-
 def write_reference(folder: Path, count: int = 12) -> Path:
     """Fill a folder with noise as the ImageNet validation set is laid out: flat, upper-case JPEG."""
     generator = np.random.default_rng(0)
@@ -143,7 +131,8 @@ def write_reference(folder: Path, count: int = 12) -> Path:
 
 def write_protocol(folder: Path, model: Path, cells: str = CELLS) -> Path:
     """Write a protocol for `write_model`: five 32x32 images a row in batches of two, four steps."""
-    path = folder / "small.toml"
+    path, labels = folder / "small.toml", folder / "labels.txt"
+    labels.write_text("\n".join(LABELS) + "\n")
     path.write_text(f"""
 name = "small"
 description = "A few small random images."
@@ -154,7 +143,7 @@ width = 32
 dtype = "float32"
 device = "cpu"
 batch = 2
-labels = "{write_labels(folder)}"
+labels = "{labels}"
 seed = 3
 {cells}
 """)
@@ -185,9 +174,8 @@ def make(run_dir: Path, protocol: Protocol, *reuse: Path) -> dict[str, str]:
         return generate.generate(Run(run_dir, protocol), reuse=others, show_progress=False)
 
 
-def row_of(run_dir: Path, cell: Cell) -> Row:
-    """Return a row of a run, where its seeds are no matter."""
-    return Row(run_dir / "cells" / cell.name, cell, 0)
+def row_of(run_dir: Path, cell: Cell) -> RowFolder:
+    return RowFolder(run_dir / "cells" / cell.name)
 
 
 def run_data(run_dir: Path) -> dict[str, Any]:
@@ -201,17 +189,8 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-# A run as the harness leaves it, drawn instead of generated: pictures with visible differences and made-up figures.
+# A run as the harness leaves it, of noise instead of images, and with made-up figures.
 
-COLORS = {
-    "red": "#d7263d",
-    "blue": "#1b6ca8",
-    "green": "#2e933c",
-    "yellow": "#f4c20d",
-    "purple": "#7b3fa0",
-    "orange": "#f46036",
-}
-SHAPES = ("circle", "square", "triangle", "star")
 METHODS = (("tome", "ToMe-SD", 2.2), ("agent", "Agent-SD", 3.4), ("elfatt", "ELFATT-SD", 1.4))
 PUBLISHED = {
     "tome": {0.1: (30.7, 0.788, 0.80), 0.3: (30.6, 0.748, 0.80), 0.5: (30.9, 0.714, 0.70)},
@@ -224,31 +203,14 @@ NO_MEMORY = "tome-0.3"
 
 
 def prompt(index: int) -> str:
-    names = list(COLORS)
-    return f"a {names[index % 6]} {SHAPES[index % 4]} on a striped {names[(index * 5 + 2) % 6]} background"
+    colours, shapes = ("red", "blue", "green", "yellow", "purple", "orange"), ("circle", "square", "triangle", "star")
+    return f"a {colours[index % 6]} {shapes[index % 4]} on a striped {colours[(index * 5 + 2) % 6]} background"
 
 
 def picture(index: int, change: float, size: int = 256) -> Image.Image:
-    """Draw the scene of an index; `change` moves, blurs and tints it."""
-    names, noise = list(COLORS), random.Random(index)
-    image = Image.new("RGB", (size, size), "white")
-    draw = ImageDraw.Draw(image)
-    width = 12 + index % 3 * 6
-    for left in range(-size, size * 2, 2 * width):
-        bend = change * 12
-        draw.polygon(
-            [(left, 0), (left + width, 0), (left + width + 60 + bend, size), (left + 60 + bend, size)],
-            fill=COLORS[names[(index * 5 + 2) % 6]],
-        )
-    x, y = noise.uniform(0.35, 0.65) * size + 4 * change, noise.uniform(0.35, 0.65) * size - 3 * change
-    radius, sides = size * 0.24, (60, 4, 3, 10)[index % 4]
-    reach = [radius * (0.45 if sides == 10 and corner % 2 else 1) for corner in range(sides)]
-    corners = [
-        (x + far * math.sin(2 * math.pi * corner / sides), y - far * math.cos(2 * math.pi * corner / sides))
-        for corner, far in enumerate(reach)
-    ]
-    draw.polygon(corners, fill=COLORS[names[index % 6]])
-    return image.filter(ImageFilter.GaussianBlur(change / 2)) if change else image
+    """Draw smooth noise; `change` lets it show through itself upside down."""
+    image = photo(index, (size, size), max(size // 16, 8))
+    return Image.blend(image, image.rotate(180), change / 20)
 
 
 def build_run(folder: Path, *, images: int = 12, size: int = 128) -> dict:
@@ -346,9 +308,11 @@ def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: 
     half = 0.62 if null else 0.55
     verdict = "worse" if difference > half else "better" if difference < -half else "no difference shown"
     distances = {"FD-toy": _around(18.4 + difference, 1.6), "KD-toy": _around(0.0121 + difference / 900, 0.002)}
+    accuracy = _around(0.95 - change / 40, 0.03)
     if not baseline:
         distances["FD-toy"]["difference"] = _around(difference, half) | {"verdict": verdict}
         distances["KD-toy"]["difference"] = _around(difference / 900, half / 900) | {"verdict": verdict}
+        accuracy["difference"] = _around(accuracy["value"] - 0.95, 0.02) | {"verdict": "no difference shown"}
     psnr, ssim, cosine = (12.4, 0.47, 0.69) if null else (34 - 5.2 * change, 0.97 - change / 12, 0.99 - change / 20)
     pairs = {
         "classes": list(range(PICTURES)),
@@ -358,31 +322,21 @@ def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: 
     }
     speed = 1 + (0.55 * ratio - 0.03 * (method == "agent") if role == "method" else 0)
     slope, batches = 0.214 - 0.1 * ratio, [1, 2, 4, 8]
+    stages = {"text": 0.0, "unet": slope, "vae": slope * 0.7}
     return {
-        "cell": cell,
-        "label": label,
-        "method": method,
-        "settings": settings,
-        "role": role,
-        "images": PICTURES,
-        "classes": PICTURES,
-        "distances": distances,
-        "paired": None if baseline else pairs,
-        "accuracy": {name: _accuracy(0.95 - change / 40, baseline) for name in ("shape", "color", "mean")},
+        "cell": cell, "label": label, "method": method, "settings": settings, "role": role,
+        "images": PICTURES, "classes": PICTURES, "distances": distances, "paired": None if baseline else pairs,
+        "accuracy": {name: dict(accuracy) for name in ("shape", "color", "mean")},
         "most_changed": [] if baseline else [3, 7, 1, 9],
         "time": {"end_to_end": _timing(3.12, speed, chance), "unet": _timing(2.61, speed + 0.02, chance)},
         "memory": {
-            "gib_per_image": slope,
-            "interval": [slope - 0.006, slope + 0.006],
-            "intercept_gib": 0.92,
-            "fit_error_gib": 0.004,
-            "batches": batches,
+            "gib_per_image": slope, "interval": [slope - 0.006, slope + 0.006],
+            "intercept_gib": 0.92, "fit_error_gib": 0.004, "batches": batches,
             "peaks_gib": [0.92 + slope * batch + chance.uniform(-0.004, 0.004) for batch in batches],
-            "kind": "VmHWM",
-            "stages": {"text": {"gib_per_image": 0.0}, **_stages(slope)},
+            "kind": "VmHWM", "stages": {stage: {"gib_per_image": each} for stage, each in stages.items()},
         },
         "failed": None,
-    }
+    }  # fmt: skip
 
 
 def _around(value: float, half: float) -> dict:
@@ -399,15 +353,6 @@ def _spread(median: float, half: float) -> dict:
 def _each(median: float, half: float) -> list[float]:
     """One number for each picture; the fourth is the lowest."""
     return [median - 2 * half + half * ((index + PICTURES - 3) % PICTURES) / 16 for index in range(PICTURES)]
-
-
-def _stages(slope: float) -> dict:
-    return {"unet": {"gib_per_image": slope}, "vae": {"gib_per_image": slope * 0.7}}
-
-
-def _accuracy(value: float, baseline: bool) -> dict:
-    difference = {} if baseline else {"difference": _around(value - 0.95, 0.02) | {"verdict": "no difference shown"}}
-    return _around(value, 0.03) | difference
 
 
 def _timing(untouched: float, speed: float, chance: random.Random) -> dict:
@@ -434,13 +379,11 @@ def _write_cell(folder: Path, row: dict, images: int, size: int) -> None:
 # A dozen small images in every kind of source, and their reference.
 
 PHOTOS = 12
-
-
 WNIDS = ("n01440764", "n01443537", "n02012849")
 
 
-def photo(seed: int, size: tuple[int, int] = (40, 32)) -> Image.Image:
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1] // 8, size[0] // 8, 3), dtype=np.uint8)
+def photo(seed: int, size: tuple[int, int] = (40, 32), grain: int = 8) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1] // grain, size[0] // grain, 3), dtype=np.uint8)
     return Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
 
 
@@ -473,16 +416,16 @@ def classes(folder: Path) -> Path:
 
 def linked_classes(folder: Path) -> Path:
     """Class folders and pictures that lie elsewhere, with links back and to nowhere."""
-    source = write_folder(folder / "elsewhere", by_class=True)
-    (folder / "linked").mkdir()
+    source, linked = write_folder(folder / "elsewhere", by_class=True), folder / "linked"
+    linked.mkdir()
     for name in WNIDS[1:]:
-        (folder / "linked" / name).symlink_to(source / name, target_is_directory=True)
-    (folder / "linked" / WNIDS[0]).mkdir()
+        (linked / name).symlink_to(source / name, target_is_directory=True)
+    (linked / WNIDS[0]).mkdir()
     for path in (source / WNIDS[0]).iterdir():
-        (folder / "linked" / WNIDS[0] / path.name).symlink_to(path)
-    (source / WNIDS[1] / "back").symlink_to(folder / "linked")
-    (folder / "linked" / "self").symlink_to(folder / "linked")
-    return folder / "linked"
+        (linked / WNIDS[0] / path.name).symlink_to(path)
+    (source / WNIDS[1] / "back").symlink_to(linked)
+    (linked / "self").symlink_to(linked)
+    return linked
 
 
 def write_table(path: Path, numbers: range) -> Path:
@@ -537,22 +480,12 @@ SCORED = (
     Cell("tome", "ToMe", "tome"),
     Cell("dark", "dark", "elfatt"),
 )
-
-
 CLASSES = 32
 
 
 def protocol(**changes: Any) -> Protocol:
-    settings: dict[str, Any] = {
-        "labels": "toy",
-        "classes": CLASSES,
-        "images_per_class": 1,
-        "extractors": ("toy",),
-        "reference": protocols.Reference("toy", count=64),
-        "height": 256,
-        "width": 256,
-        "device": "cpu",
-    }
+    settings: dict[str, Any] = {"labels": "toy", "classes": CLASSES, "extractors": ("toy",), "device": "cpu"}
+    settings |= {"reference": protocols.Reference("toy", count=64), "height": 256, "width": 256}
     return Protocol("small", SCORED, **{**settings, **changes})
 
 
@@ -576,30 +509,25 @@ def write_run(run_dir: Path, specification: Protocol, stride: int = 4) -> Path:
     data = {"format": 1, "identity": specification.identity, "protocol": specification.to_dict()}
     (run_dir / "run.json").write_text(json.dumps({**data, "created": "today", "environment": {}}))
     for cell in specification.cells:
-        rows = renders[CLASSES:] if cell.role == "null" else altered(renders[:CLASSES], cell.name)
-        lines = []
+        rows, row = (
+            renders[CLASSES:] if cell.role == "null" else altered(renders[:CLASSES], cell.name),
+            row_of(run_dir, cell),
+        )
+        row.images_folder.mkdir(parents=True)
+        made = []
         for index, (pixels, number) in enumerate(zip(rows, classes, strict=True)):
-            buffer = io.BytesIO()
-            Image.fromarray(pixels.numpy()).save(buffer, "PNG")
-            path = row_of(run_dir, cell).image_file(index)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(buffer.getvalue())
-            digest = hashlib.sha256(buffer.getvalue()).hexdigest()
-            made = {"index": index, "file": path.name, "prompt": "a", "class_index": number, "seed": index}
-            lines.append(json.dumps({**made, "sha256": digest}))
-        row_of(run_dir, cell).manifest.write_text("\n".join(lines))
+            path = row.image_file(index)
+            Image.fromarray(pixels.numpy()).save(path)
+            made.append(MadeImage(index, path.name, "a", number, index, sha256_of_file(path)))
+        row.add_batch(0, made)
+        row.finish(row.batch_file(0).read_bytes())
     return run_dir
 
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[Extractor]:
     """Score with an extractor that counts its pictures."""
     made: list[Extractor] = []
-
-    def load(spec: str, **_: Any) -> Extractor:
-        made.append(regions())
-        return made[-1]
-
-    monkeypatch.setattr(score, "load_extractor", load)
+    monkeypatch.setattr(score, "load_extractor", lambda spec, **_: made.append(regions()) or made[-1])
     return made
 
 

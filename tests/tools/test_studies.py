@@ -15,7 +15,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report import charts, load_results, write_report, written_tables
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.tables import TIMES, TO
-from elfatt_sd.evaluation.results import FORMAT, RESULTS_FILE
+from elfatt_sd.evaluation.run import FORMAT, RESULTS_FILE
 from elfatt_sd.files import write_json
 from tools import publish as tool
 from tools.pages.__main__ import main as fill

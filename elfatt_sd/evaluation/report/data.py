@@ -22,9 +22,10 @@ from elfatt_sd.evaluation.records import (
     Seconds,
     estimate,
     read_data,
+    without_intervals_of_few,
     without_nulls,
 )
-from elfatt_sd.evaluation.results import RESULTS_FILE, without_intervals_of_few
+from elfatt_sd.evaluation.run import RESULTS_FILE
 from elfatt_sd.evaluation.statistics import TOO_FEW
 from elfatt_sd.files import checked, is_plain_name
 

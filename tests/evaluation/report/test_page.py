@@ -13,14 +13,14 @@ import pytest
 from PIL import Image
 from support.runs import FAILED, Page, build_run, build_sweep, latex_rows, markdown_tables, picture, prompt, save
 
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation.records import Estimate
 from elfatt_sd.evaluation.report import charts, load_results, page, write_report
 from elfatt_sd.evaluation.report.charts import Palette, Spot, closeness_over_time, distance_over, draw_plots, front
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.page import Pictures
 from elfatt_sd.evaluation.report.summary import headline, terminal_summary
-from elfatt_sd.evaluation.run import RunFailure, clear_disk_errors
+from elfatt_sd.evaluation.run import clear_disk_errors
 
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> $\\frac{ & | _x % {{ 7 * 7 }} \N{SNOWMAN}"
 CONTROLS = "a\x00b\x1bc\x7fd\ufffee\u202ef\u2066g\u200fh\u061c"
@@ -169,7 +169,7 @@ def test_a_report_that_cannot_be_written_gives_one_clear_line(tmp_path, results,
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("elfatt_sd.files.os.fsync", full)
-    with pytest.raises(RunFailure, match="no space left on the disk of"), clear_disk_errors(tmp_path):
+    with pytest.raises(ElfattFailure, match="no space left on the disk of"), clear_disk_errors(tmp_path):
         write_report(load_results(tmp_path))
     assert not list((tmp_path / "report").iterdir())
 
