@@ -17,8 +17,7 @@ from elfatt_sd.evaluation.extraction import every_minute
 from elfatt_sd.evaluation.generate import generate, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time, program_of
-from elfatt_sd.evaluation.metrics.base import MetricChoice
-from elfatt_sd.evaluation.metrics.scores import OF_FEATURES, check_enough, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.metrics import OF_FEATURES, MetricChoice, check_feature_metrics, load_metrics
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages
@@ -27,6 +26,7 @@ from elfatt_sd.evaluation.reference import check_given, check_images, is_moments
 from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, write_results
 from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME_FILE, Run, RunFailure
 from elfatt_sd.evaluation.score import build_references, load_extractors, network_device, score_inputs, score_run
+from elfatt_sd.evaluation.statistics import check_enough
 from elfatt_sd.files import check_writable, read_typed, sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.loading import pick_device, pick_dtype
 from elfatt_sd.measure import Stopwatch

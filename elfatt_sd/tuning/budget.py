@@ -124,10 +124,9 @@ def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "
             return float(structural_similarity(one, other, 255.0))
 
         return Measure("SSIM", ssim, digits=3)
-    from elfatt_sd.evaluation.metrics.base import Batch
-    from elfatt_sd.evaluation.metrics.closeness import load_dists, load_lpips
+    from elfatt_sd.evaluation.metrics import Batch, load_closeness
 
-    network = {"lpips": load_lpips, "dists": load_dists}[metric](Path(weights), device)
+    network = load_closeness(metric, Path(weights), device)
 
     def compare(first: Image.Image, second: Image.Image) -> float:
         return float(network.measure(Batch(_tensor(second)[None], ("",), _tensor(first)[None])))

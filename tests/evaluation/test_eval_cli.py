@@ -188,7 +188,7 @@ def test_ctrl_c_is_one_line_and_keeps_finished_work(
 
 
 @pytest.mark.parametrize(
-    ("command", "module", "writes"), [("generate", generate, "_write_png"), ("reference", extraction, "_write_chunk")]
+    ("command", "module", "writes"), [("generate", generate, "_write_png"), ("reference", extraction, "atomic_file")]
 )
 def test_a_full_disk_is_a_failure(
     call: Any,

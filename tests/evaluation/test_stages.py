@@ -18,7 +18,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction, generate, score, stages
 from elfatt_sd.evaluation.features import load_extractor
 from elfatt_sd.evaluation.measure import program_of
-from elfatt_sd.evaluation.metrics.base import MetricChoice
+from elfatt_sd.evaluation.metrics import MetricChoice
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run, RunFailure
 
