@@ -141,7 +141,9 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
 
 def check_exists(source: str) -> None:
     """Check that the files of a reference are there, whatever they hold."""
-    if source not in ("", "toy") and not os.path.exists(source):
+    if not source:
+        raise ElfattError("reference.source is missing; give --reference with a folder, .parquet or .npz.")
+    if source != "toy" and not os.path.exists(source):
         raise ElfattError(f"reference {source} does not exist; accepted: {ACCEPTED}.")
 
 

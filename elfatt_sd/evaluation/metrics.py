@@ -323,7 +323,5 @@ def _fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None
         if found is None or found.shape != parameter.shape:
             shape = "no" if found is None else f"a {tuple(found.shape)}"
             raise ElfattError(f"weights {path} have {shape} 'features.{place}'; wanted is {tuple(parameter.shape)}.")
-        if not (found.is_floating_point() and not found.is_meta and found.isfinite().all()):
-            raise ElfattError(f"weights {path} have 'features.{place}' that is not of finite numbers.")
         with torch.no_grad():
             parameter.copy_(found)

@@ -131,12 +131,6 @@ def build_reference(
     return Reference(statistics, sample, count, unreadable, identity, suffix, description)
 
 
-def check_given(source: str) -> None:
-    if not source:
-        raise ElfattError("reference.source is missing; give --reference with a folder, .parquet or .npz.")
-    check_exists(source)
-
-
 def is_moments(wanted: Wanted) -> bool:
     return Path(wanted.source).suffix.lower() == ".npz"
 
@@ -150,7 +144,7 @@ def check_reference(wanted: Wanted, extractor: Extractor, classes: Sequence[int]
 
 def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[Source | Renders, Any]:
     """Return the images, of which there are as many as there must be, and their fingerprint."""
-    check_given(wanted.source)
+    check_exists(wanted.source)
     pictures: Source | Renders
     if wanted.source == "toy":
         pictures = Renders(wanted.count, classes)
@@ -274,14 +268,14 @@ def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatisti
         data = read_data(folder / "reference.json", _Record, "")
         if data is None:
             return None
-        statistics = FeatureStatistics.load(folder / "statistics.npz")
+        mean, covariance, count = load_moments(folder / "statistics.npz")
     except ElfattError:
         return None
     sample = read_array(folder / "sample.npy", dimension)
     wanted = (dimension, data["count"], min(data["count"], KERNEL_SAMPLE))
-    if sample is None or (len(statistics.mean), statistics.count, len(sample)) != wanted or not is_finite(sample):
+    if sample is None or (len(mean), count, len(sample)) != wanted or not is_finite(sample):
         return None
-    return data, statistics, sample
+    return data, FeatureStatistics.from_moments(mean, covariance, data["count"]), sample
 
 
 def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:

@@ -358,19 +358,18 @@ class Scale:
     def distances(self, images: Images) -> dict[str, Distance]:
         """The Frechet distance and, where the reference has features, the kernel distance."""
         features, classes, sample = self.features(images), images.frame_classes, self.reference.sample
-        found: dict[str, Distance] = {self.distance_name: frechet_figures(features, self._target, classes)}
+        target, within = self._known
+        found: dict[str, Distance] = {self.distance_name: frechet_figures(features, target, classes)}
         if sample is not None:
             name = self.extractor.kernel_name + self.reference.metric_suffix
-            found[name] = kernel_distance(features, sample, classes, within=self._within)
+            found[name] = kernel_distance(features, sample, classes, within=within)
         return found
 
     @cached_property
-    def _target(self) -> Target:
-        return Target(self.reference.statistics.mean, self.reference.statistics.covariance)
-
-    @cached_property
-    def _within(self) -> float | None:
-        return None if self.reference.sample is None else kernel_within(self.reference.sample)
+    def _known(self) -> tuple[Target, float | None]:
+        """What distances need of the reference, whatever the row."""
+        statistics, sample = self.reference.statistics, self.reference.sample
+        return Target(statistics.mean, statistics.covariance), None if sample is None else kernel_within(sample)
 
     def figures(self, images: Images, wanted: Collection[str]) -> dict[str, tuple[Estimate, Better]]:
         """The wanted ones of the metrics of features, where the reference has features."""

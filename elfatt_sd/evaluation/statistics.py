@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -324,19 +323,10 @@ class FeatureStatistics:
         with atomic_file(path) as file:
             np.savez(file, mu=self.mean.numpy(), sigma=self.covariance.numpy(), count=np.int64(self.count))
 
-    @classmethod
-    def load(cls, path: Path) -> FeatureStatistics:
-        mean, covariance, count = load_moments(path)
-        if count is None:
-            raise ElfattError(f"{path} has no count; accepted is a file with mu, sigma and count.")
-        return cls.from_moments(mean, covariance, count)
-
 
 def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     """Read `mu` `[d]` and `sigma` `[d, d]` from an `.npz` of this or another tool, and `count` where it is given."""
     try:
-        if os.path.isfile(path) and not zipfile.is_zipfile(path):  # NumPy would say how to run the code of a pickle
-            raise ValueError("it is not an archive of arrays")
         with load_plain(path) as data:
             arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))
             mean, covariance = map(torch.from_numpy, arrays)

@@ -505,7 +505,7 @@ def test_statistics_of_another_tool(tmp_path: Path) -> None:
         ({"mu": np.array(["1"] * 12)}, "cannot be read"),
         ({"mu": np.full(12, 1j)}, "cannot be read"),
         ({"mu": np.zeros(48), "sigma": np.eye(48)}, "48 features; extractor regions needs 12"),
-        ("no archive", "is not an archive of arrays"),
+        ("no archive", "cannot be read"),
     ],
 )
 def test_impossible_statistics_are_refused(tmp_path: Path, changed: Any, said: str) -> None:
