@@ -141,9 +141,7 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
 
 def check_exists(source: str) -> None:
     """Check that the files of a reference are there, whatever they hold."""
-    if not source:
-        raise ElfattError("reference.source is missing; give --reference with a folder, .parquet or .npz.")
-    if source != "toy" and not os.path.exists(source):
+    if source not in ("", "toy") and not os.path.exists(source):
         raise ElfattError(f"reference {source} does not exist; accepted: {ACCEPTED}.")
 
 
@@ -198,22 +196,22 @@ def _tables(files: Sequence[Path]) -> Source:
     for file in files:
         try:
             table = parquet.ParquetFile(file)
-            tables[file] = table, _column(file, table.schema_arrow)
-            label = next((name for name in ("label", "cls", "class") if name in table.schema_arrow.names), None)
-            start = len(entries)
-            for number in range(table.num_row_groups):
-                count = table.metadata.row_group(number).num_rows
-                groups = table.read_row_group(number, columns=[label])[label].to_pylist() if label else [""] * count
-                first = len(entries) - start
-                entries += [
-                    Entry(f"{file.name}:{first + row}", (file, number, row), str(group))
-                    for row, group in enumerate(groups)
-                ]
-        except ElfattError:
-            raise
+            schema = table.schema_arrow
+            label = next((name for name in ("label", "cls", "class") if name in schema.names), None)
+            sizes = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
+            groups = table.read([label])[label].to_pylist() if label else [""] * sum(sizes)
         except Exception as error:  # pyarrow raises many kinds for damaged files
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ElfattError(f"reference {file} cannot be read ({reason}); accepted: a .parquet file.") from error
+        found = [field.name for field in schema if _BYTES.fullmatch(str(field.type))]
+        named = [name for name in found if name.lower() in _COLUMNS] or found
+        if len(named) != 1:
+            what = f"bytes in the columns {', '.join(named)}" if named else f"no bytes in {', '.join(schema.names)}"
+            raise ElfattError(f"reference {file} has {what}; accepted: one column, or one named {', '.join(_COLUMNS)}.")
+        tables[file] = table, named[0]
+        places = [(file, number, row) for number, size in enumerate(sizes) for row in range(size)]
+        for index, (place, group) in enumerate(zip(places, groups, strict=True)):
+            entries.append(Entry(f"{file.name}:{index}", place, str(group)))
     lock = threading.Lock()
 
     @functools.lru_cache(maxsize=1)
@@ -233,16 +231,6 @@ def _tables(files: Sequence[Path]) -> Source:
     return Source(entries, [_stamp(file.name, file) for file in files], read)
 
 
-def _column(file: Path, schema: Any) -> str:
-    """The column that holds the bytes of images."""
-    found = [field.name for field in schema if _BYTES.fullmatch(str(field.type))]
-    named = [name for name in found if name.lower() in _COLUMNS] or found
-    if len(named) != 1:
-        what = f"bytes in the columns {', '.join(named)}" if named else f"no bytes in {', '.join(schema.names)}"
-        raise ElfattError(f"reference {file} has {what}; accepted: one column, or one named {', '.join(_COLUMNS)}.")
-    return str(named[0])
-
-
 def decode(content: bytes) -> Any:
     """Decode an image of any mode to an 8-bit RGB `PIL.Image`, turned upright as its EXIF data says.
 
@@ -257,8 +245,13 @@ def decode(content: bytes) -> Any:
     with opened:
         if opened.format in ("EPS", "WMF"):  # Pillow would let another program draw them
             raise OSError(f"a drawing ({opened.format}), which has no pixels of its own")
-        if opened.format in ("JPEG", "MPO"):
-            _check_end(content)
+        if opened.format in ("JPEG", "MPO"):  # zeros after a broken download are decoded as grey, with no error
+            place = 2
+            while content[place : place + 1] == b"\xff" and content[place + 1 : place + 2] != _SCAN:
+                filler = content[place + 1 : place + 2] == b"\xff"
+                place += 1 if filler else 2 + int.from_bytes(content[place + 2 : place + 4])
+            if content.find(_END, place) < 0:
+                raise OSError("image file is truncated: it has no end")
         frames = getattr(opened, "n_frames", 1)
         if frames > 1 and opened.format != "MPO":  # of a camera: its other frames are smaller copies
             raise OSError(f"{frames} frames or pages; accepted: one image a file")
@@ -269,16 +262,6 @@ def decode(content: bytes) -> Any:
             picture = picture.convert("RGBA")
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
         return picture.convert("RGB")
-
-
-def _check_end(content: bytes) -> None:
-    """Refuse a JPEG without an end: zeros after a broken download are decoded as grey, with no error."""
-    place = 2
-    while content[place : place + 1] == b"\xff" and content[place + 1 : place + 2] != _SCAN:
-        filler = content[place + 1 : place + 2] == b"\xff"
-        place += 1 if filler else 2 + int.from_bytes(content[place + 2 : place + 4])
-    if content.find(_END, place) < 0:
-        raise OSError("image file is truncated: it has no end")
 
 
 @contextlib.contextmanager

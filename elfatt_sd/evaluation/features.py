@@ -134,9 +134,7 @@ class Extractor(nn.Module):
         return sha256_of_data(self.preprocessing)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute features in float32: no autocast, no TF32."""
-        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
-            raise ElfattError(f"images are {images.dtype} {tuple(images.shape)}; accepted is uint8 [n, 3, h, w].")
+        """Compute features of uint8 images `[n, 3, h, w]` in float32: no autocast, no TF32."""
         with torch.no_grad(), exact_float32(self.device):
             features: Tensor = self._features(images.to(self.device))
         if not (features.abs() < LARGEST).all():  # so written, NaN is none of these

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.statistics import (
     ROWS,
     Estimate,
@@ -105,10 +104,7 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
     needs n far above d, this does not. Scales below k(0), of n images with n below d, are not seen: there are between
     none and all directions that the images leave, and both ends are given.
     """
-    count, dimension = features.shape
-    if dimension != len(target.mean):
-        remedy = "give a reference of the same extractor"
-        raise ElfattError(f"features have {dimension} columns, the reference {len(target.mean)}; {remedy}.")
+    count = len(features)
     statistics = FeatureStatistics.of(features)
     trace, shift = statistics.covariance.trace(), statistics.mean - target.mean
     constant, length = target.covariance.trace(), shift.square().sum()

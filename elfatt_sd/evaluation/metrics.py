@@ -193,9 +193,9 @@ def load_own(choice: MetricChoice) -> ImageMetric:
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise ElfattError(f"metric={choice.metric!r} failed ({reason}); mend the function.") from error
         count = len(batch.prompts)
-        if values.shape != (count,) or values.is_complex():
-            what = f"{'complex numbers' if values.is_complex() else 'numbers'} of the shape {tuple(values.shape)}"
-            raise refused(f"metric={choice.metric!r} with {what}", f"a real one for each of {count} images")
+        if values.shape != (count,):
+            what = f"metric={choice.metric!r} with numbers of the shape {tuple(values.shape)}"
+            raise refused(what, f"one for each of {count} images")
         return values.detach().cpu()
 
     described = {"function": choice.metric, "code_sha256": code}

@@ -131,6 +131,12 @@ def build_reference(
     return Reference(statistics, sample, count, unreadable, identity, suffix, description)
 
 
+def check_given(source: str) -> None:
+    if not source:
+        raise ElfattError("reference.source is missing; give --reference with a folder, .parquet or .npz.")
+    check_exists(source)
+
+
 def is_moments(wanted: Wanted) -> bool:
     return Path(wanted.source).suffix.lower() == ".npz"
 
@@ -144,7 +150,7 @@ def check_reference(wanted: Wanted, extractor: Extractor, classes: Sequence[int]
 
 def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[Source | Renders, Any]:
     """Return the images, of which there are as many as there must be, and their fingerprint."""
-    check_exists(wanted.source)
+    check_given(wanted.source)
     pictures: Source | Renders
     if wanted.source == "toy":
         pictures = Renders(wanted.count, classes)

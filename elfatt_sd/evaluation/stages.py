@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.extraction import check_exists, every_minute
+from elfatt_sd.evaluation.extraction import every_minute
 from elfatt_sd.evaluation.generate import generate, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time, program_of
@@ -22,7 +22,7 @@ from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages
 from elfatt_sd.evaluation.records import SCORES_FORMAT, Peaks, Scores, Times, is_whole, read_record
-from elfatt_sd.evaluation.reference import check_images, is_moments
+from elfatt_sd.evaluation.reference import check_given, check_images, is_moments
 from elfatt_sd.evaluation.results import RESULTS_FILE, STAGE_FILES, write_results
 from elfatt_sd.evaluation.run import MEMORY_FILE, SCORES_FILE, STAGES_FILE, TIME_FILE, Run, RunFailure
 from elfatt_sd.evaluation.score import build_references, load_extractors, network_device, score_inputs, score_run
@@ -166,7 +166,7 @@ def check_inputs(protocol: Protocol) -> None:
 def first_checks(protocol: Protocol) -> list[Callable[[], Any]]:
     """Return what is to be tried before an extractor is fetched; each raises an `ElfattError`."""
     checks = [lambda: check_packages(protocol), lambda: check_device(protocol), lambda: check_prompts(protocol)]
-    return [*checks, lambda: check_exists(protocol.reference.source)] if protocol.extractors else checks
+    return [*checks, lambda: check_given(protocol.reference.source)] if protocol.extractors else checks
 
 
 def check_device(protocol: Protocol) -> None:

@@ -172,9 +172,6 @@ def kernel_distance(
     interval, and time grows linearly with n. The usual figure is the mean over random subsets instead, which differs
     from this one by its chance.
     """
-    if len(features) < 2 or len(reference) < 2:
-        fewest = min(len(features), len(reference))
-        raise ElfattError(f"{fewest} images have no kernel distance; it needs at least 2.")
     within = kernel_within(reference, kernel) if within is None else within
     count = len(features)
     blocks = -(-count // KERNEL_SAMPLE)

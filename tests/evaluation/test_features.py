@@ -100,9 +100,6 @@ def test_toy_features_and_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all(torch.equal(seen[name], expected[name]) for name in expected)
     flat, large = (torch.full((1, 3, side, side), 90, dtype=torch.uint8) for side in (128, 256))
     torch.testing.assert_close(extractor(flat), extractor(large), rtol=1e-4, atol=1e-5)
-    for wrong in (images.float(), images[:, :1], images[0]):
-        with pytest.raises(ElfattError, match="accepted is uint8"):
-            extractor(wrong)
     for weight in extractor.network.parameters():  # a reference would be damaged each time that it is computed
         weight.fill_(float("nan"))
     with pytest.raises(ElfattError, match=r"extractor toy gives NaN, or numbers of 1e\+15 and more"):

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -58,14 +57,12 @@ def test_the_untouched_pipeline_takes_another_backend(protocol: Protocol) -> Non
         assert "ElfattProcessor" not in {type(each).__name__ for each in pipe.unet.attn_processors.values()}
 
 
-def test_bad_images_are_told() -> None:
+def test_bad_images_are_named() -> None:
     good = torch.linspace(0, 1, 48).reshape(1, 3, 4, 4)
     check_images(good, [6])
-    grey = torch.tensor([0.2, 0.4, 0.6])[:, None, None]
-    cases: list[tuple[Any, str]] = [(0.0, "image 7 is black"), (0.5, "of one colour"), (grey, "of one colour")]
-    for value, message in [*cases, (math.nan, "not finite"), (math.inf, "not finite")]:
+    for value, message in ((0.0, "image 7 is black"), (math.nan, "image 7 .*not finite")):
         with pytest.raises(ElfattError, match=message):
-            check_images(torch.cat([good, torch.zeros(1, 3, 4, 4) + value]), [6, 7])
+            check_images(torch.cat([good, torch.full((1, 3, 4, 4), value)]), [6, 7])
 
 
 def test_the_peer_is_deterministic_and_leaves_no_trace(protocol: Protocol) -> None:
@@ -113,24 +110,20 @@ def test_a_dry_run_tells_that_a_scheduler_does_not_fit(tmp_path: Path, model: Pa
     assert "accepted: ddim, " in told
 
 
-def test_a_log_tells_the_time_left_however_long_a_batch_takes(
+def test_a_log_tells_the_time_left_and_of_whose_share(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("elfatt_sd.progress.time.monotonic", lambda: clock[0])
-    with image_progress(100, shown=True) as advance:
+    with image_progress(100, shares=2, shown=True) as advance:
         advance(0, "sd")
         for _ in range(4):
             clock[0] += 45  # seconds for 10 images
             advance(10, "sd")
-        advance(0, "tome")
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "generate: sd, 0 of 100 images done"
-    assert lines[-1] == "generate: tome, 40 of 100 images done, about 0:04:30 left"
-    assert len(lines) == 4  # one for each row, and of the batches not more than one a minute
-    with image_progress(50, shares=2, shown=True) as advance:
-        advance(0, "sd")
-    assert capsys.readouterr().err == "generate: sd, 0 of 50 images of process 1 of 2 done\n"
+    assert lines[0] == "generate: sd, 0 of 100 images of process 1 of 2 done"
+    assert lines[-1] == "generate: sd, 40 of 100 images of process 1 of 2 done, about 0:04:30 left"
+    assert len(lines) == 3  # not more than one a minute
 
 
 def test_processes_that_would_make_other_images_are_refused(

@@ -152,7 +152,6 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"metric": "own_metrics:brightness", "name": "FID (mine)"}, "is that of another figure"),
         ({"metric": "own_metrics:one_number"}, r"the shape \(\)"),
         ({"metric": "own_metrics:broken"}, r"RuntimeError: no\)"),
-        ({"metric": "own_metrics:complex_numbers"}, "complex numbers"),
         ({"metric": "own_metrics:needs_a_word"}, r"with \(images: .*scale: "),
     ],
 )

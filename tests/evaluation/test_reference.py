@@ -37,11 +37,9 @@ from support.runs import (
 )
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation import extraction, processes, reference
+from elfatt_sd.evaluation import extraction, reference
 from elfatt_sd.evaluation.extraction import decode, extract, open_source
-from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.reference import Renders, resized
-from elfatt_sd.evaluation.run import Run
 
 
 @pytest.fixture
@@ -437,26 +435,6 @@ def test_processes_of_a_launch_agree_before_they_work(source: Path, tmp_path: Pa
         "ElfattError: the cable is out",
         "RuntimeError: the cable is out",
     )
-
-
-def test_an_interrupted_look_at_a_run_folder_does_not_close_it(
-    protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By Ctrl-C, and by SIGKILL, which leaves the file that was looked for."""
-    run_dir = tmp_path / "run"
-
-    def interrupted(value: Any) -> list[Any]:
-        if isinstance(value, tuple):
-            raise KeyboardInterrupt
-        return [value]
-
-    monkeypatch.setattr(processes, "among_others", lambda: True)
-    monkeypatch.setattr(processes, "gathered", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        processes.check_shared(run_dir, "run folder", "give --out a folder that all machines share")
-    assert not list(run_dir.iterdir())
-    (run_dir / ".seen-0123456789abcdef.part").touch()
-    Run(run_dir, protocol).check()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -421,11 +421,8 @@ def test_few_images_one_class_and_images_that_are_all_alike() -> None:
     for features, classes in ((normal(20, 6, 20), [0] * 20), (normal(2, 6, 21), [0, 0])):
         found = frechet_figures(features, target, classes)
         assert found.published.interval() is None and found.limit_difference(found) == (0, None)
-    with pytest.raises(ElfattError, match="4 columns, the reference 6"):
-        frechet_figures(normal(10, 4, 27), target, range(10))
-    for wrong in (lambda: kernel_distance(normal(1, 5, 28), normal(20, 5, 29), [0]), lambda: moments(normal(1, 3, 0))):
-        with pytest.raises(ElfattError, match="at least 2"):
-            wrong()
+    with pytest.raises(ElfattError, match="at least 2"):
+        moments(normal(1, 3, 0))
     mean, covariance = torch.arange(16).double(), torch.diag(torch.arange(1.0, 17)).double()
     known = (1 - mean).square().sum().item() + covariance.trace().item()
     for count in (5, 40):
