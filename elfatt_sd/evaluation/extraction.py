@@ -11,6 +11,7 @@ import errno
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import process_state, together
 from elfatt_sd.evaluation.statistics import is_finite, load_plain
-from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible, write_file
+from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible
 from elfatt_sd.progress import Lines, Progress
 
 if TYPE_CHECKING:
@@ -43,10 +44,10 @@ BATCH = 32  # images that go through the network together
 LARGEST_BATCH = 100_000_000  # bytes of its images
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]  # `[h, w, 3]`
 Decoded = Pixels | str  # an image, or its name and what is wrong with it
+Rows = np.ndarray[Any, np.dtype[np.float32]]  # features `[k, d]`
 _LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)  # what is wrong with a file for good; the rest may pass
 _SCAN, _END = b"\xda", b"\xff\xd9"  # of JPEG: the mark that data follow, and that of the end
-_DRAWINGS = ("EPS", "WMF")  # Pillow would let another program draw them
-# Of what is meant as an image, whether it can be read or not; and of what never is one.
+# Of images; and of what lies next to them.
 SUFFIXES = re.compile(
     r"\.(apng|avif|bmp|dib|gif|hei[cf]|j2k|jfif|jp2|jpe?g?|jpf|jpx|jxl|p[bgnp]m|pcx|png|qoi|sgi|tga|tiff?|webp)"
 )
@@ -66,15 +67,48 @@ class Entry:
     group: str = ""  # its class, as its folder or label column says; empty where nothing does
 
 
+class Pictures(Protocol):
+    """Numbered images, some of which may be unreadable."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, start: int, stop: int) -> Iterator[Decoded]: ...  # those of a range, in order
+
+
 @dataclass(frozen=True)
 class Source:
-    """Images in a fixed order."""
+    """Images in a fixed order, decoded by a few threads."""
 
     entries: Sequence[Entry]
-    # plain data that changes when the images do: names, sizes and times of files
-    fingerprint: Any
+    fingerprint: Any  # plain data that changes when the images do: names, sizes and times of files
     read: Callable[[Entry], bytes]  # returns the encoded bytes of an entry; safe to call from several threads
     left_out: Sequence[str] = ()  # names of what is no image
+    prepare: Callable[[Any], Pixels] = np.array  # what happens to a decoded image
+    threads: int = 4
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def load(self, start: int, stop: int) -> Iterator[Decoded]:
+        with ThreadPoolExecutor(self.threads) as pool:
+            ahead: deque[Any] = deque()
+            for entry in self.entries[start:stop]:
+                ahead.append(pool.submit(self._load, entry))
+                if len(ahead) > 4 * self.threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    def _load(self, entry: Entry) -> Decoded:
+        try:
+            return self.prepare(decode(self.read(entry)))
+        except (ElfattError, MemoryError):
+            raise
+        except Exception as error:  # Pillow raises many kinds for damaged files
+            if isinstance(error, OSError) and error.errno not in _LASTING:
+                reason = f"{error.strerror}; give the same command again"
+                raise ElfattError(f"{entry.name} cannot be read: {reason}.") from error
+            return f"{entry.name} ({getattr(error, 'strerror', None) or error})"
 
 
 def open_source(source: str | Path, per_class: int = 0) -> Source:
@@ -82,10 +116,9 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
     check_exists(str(source))
     if path.is_dir():
         shards = visible(path.glob("*.parquet"))
-        others = [
-            each for each in visible(path.iterdir()) if each not in shards and not BESIDE.fullmatch(each.suffix.lower())
-        ]
-        found = replace(_tables(shards), left_out=[each.name for each in others]) if shards else _folder(path)
+        beside = (each for each in visible(path.iterdir()) if not BESIDE.fullmatch(each.suffix.lower()))
+        others = [each.name for each in beside if each not in shards]
+        found = replace(_tables(shards), left_out=others) if shards else _folder(path)
     elif path.suffix.lower() == ".parquet":
         found = _tables([path])
     else:
@@ -102,18 +135,13 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
     kept = []
     for entry in found.entries:
         seen[entry.group] += 1
-        if seen[entry.group] <= per_class:
-            kept.append(entry)
+        kept += [entry] if seen[entry.group] <= per_class else []
     return replace(found, entries=kept)
-
-
-def is_rendered(source: str) -> bool:
-    return source == "toy" or source.partition(":")[0] == "renders"
 
 
 def check_exists(source: str) -> None:
     """Check that the files of a reference are there, whatever they hold."""
-    if source and not is_rendered(source) and not os.path.exists(source):
+    if source not in ("", "toy") and not os.path.exists(source):
         raise ElfattError(f"reference {source} does not exist; accepted: {ACCEPTED}.")
 
 
@@ -124,15 +152,15 @@ def left_out_words(names: Sequence[str]) -> str:
 
 
 def _folder(folder: Path) -> Source:
-    images: list[tuple[str, Path]] = []
+    entries: list[Entry] = []
     left_out: list[str] = []
     for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in _files_below(folder)):
-        if _is_image(path):
-            images.append((name, path))
+        if SUFFIXES.fullmatch(path.suffix.lower()):
+            entries.append(Entry(name, path, Path(name).parent.name))
         elif not BESIDE.fullmatch(path.suffix.lower()):
             left_out.append(name)
-    entries = [Entry(name, path, Path(name).parent.name) for name, path in images]
-    return Source(entries, [_stamp(*each) for each in images], lambda entry: read_plain(entry.where), left_out)
+    stamps = [_stamp(entry.name, entry.where) for entry in entries]
+    return Source(entries, stamps, lambda entry: read_plain(entry.where), left_out)
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -148,20 +176,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
         seen.add((status.st_dev, status.st_ino))
         folders[:] = [] if known else sorted(name for name in folders if not is_hidden(name))
         yield from (Path(place, name) for name in files if not known and not is_hidden(name))
-
-
-def _is_image(path: Path) -> bool:
-    """Tell by the suffix and, where it says nothing, by the content."""
-    suffix = path.suffix.lower()
-    if SUFFIXES.fullmatch(suffix) or BESIDE.fullmatch(suffix) or not os.path.isfile(path):
-        return SUFFIXES.fullmatch(suffix) is not None
-    from PIL import Image
-
-    try:
-        with quiet_pillow(), Image.open(path) as opened:
-            return opened.format not in _DRAWINGS
-    except Exception:  # Pillow raises many kinds for what is no image
-        return False
 
 
 def _stamp(name: str, path: Path) -> list[Any]:
@@ -182,22 +196,22 @@ def _tables(files: Sequence[Path]) -> Source:
     for file in files:
         try:
             table = parquet.ParquetFile(file)
-            tables[file] = table, _column(file, table.schema_arrow)
-            label = next((name for name in ("label", "cls", "class") if name in table.schema_arrow.names), None)
-            start = len(entries)
-            for number in range(table.num_row_groups):
-                count = table.metadata.row_group(number).num_rows
-                groups = table.read_row_group(number, columns=[label])[label].to_pylist() if label else [""] * count
-                first = len(entries) - start
-                entries += [
-                    Entry(f"{file.name}:{first + row}", (file, number, row), str(group))
-                    for row, group in enumerate(groups)
-                ]
-        except ElfattError:
-            raise
+            schema = table.schema_arrow
+            label = next((name for name in ("label", "cls", "class") if name in schema.names), None)
+            sizes = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
+            groups = table.read([label])[label].to_pylist() if label else [""] * sum(sizes)
         except Exception as error:  # pyarrow raises many kinds for damaged files
             reason = " ".join(str(error).split()) or type(error).__name__
             raise ElfattError(f"reference {file} cannot be read ({reason}); accepted: a .parquet file.") from error
+        found = [field.name for field in schema if _BYTES.fullmatch(str(field.type))]
+        named = [name for name in found if name.lower() in _COLUMNS] or found
+        if len(named) != 1:
+            what = f"bytes in the columns {', '.join(named)}" if named else f"no bytes in {', '.join(schema.names)}"
+            raise ElfattError(f"reference {file} has {what}; accepted: one column, or one named {', '.join(_COLUMNS)}.")
+        tables[file] = table, named[0]
+        places = [(file, number, row) for number, size in enumerate(sizes) for row in range(size)]
+        for index, (place, group) in enumerate(zip(places, groups, strict=True)):
+            entries.append(Entry(f"{file.name}:{index}", place, str(group)))
     lock = threading.Lock()
 
     @functools.lru_cache(maxsize=1)
@@ -217,16 +231,6 @@ def _tables(files: Sequence[Path]) -> Source:
     return Source(entries, [_stamp(file.name, file) for file in files], read)
 
 
-def _column(file: Path, schema: Any) -> str:
-    """The column that holds the bytes of images."""
-    found = [field.name for field in schema if _BYTES.fullmatch(str(field.type))]
-    named = [name for name in found if name.lower() in _COLUMNS] or found
-    if len(named) != 1:
-        what = f"bytes in the columns {', '.join(named)}" if named else f"no bytes in {', '.join(schema.names)}"
-        raise ElfattError(f"reference {file} has {what}; accepted: one column, or one named {', '.join(_COLUMNS)}.")
-    return str(named[0])
-
-
 def decode(content: bytes) -> Any:
     """Decode an image of any mode to an 8-bit RGB `PIL.Image`, turned upright as its EXIF data says.
 
@@ -239,10 +243,15 @@ def decode(content: bytes) -> Any:
     except UnidentifiedImageError as error:  # whose own words are an address in memory
         raise OSError("no image of a known kind" if content else "the file is empty") from error
     with opened:
-        if opened.format in _DRAWINGS:
+        if opened.format in ("EPS", "WMF"):  # Pillow would let another program draw them
             raise OSError(f"a drawing ({opened.format}), which has no pixels of its own")
-        if opened.format in ("JPEG", "MPO"):
-            _check_end(content)
+        if opened.format in ("JPEG", "MPO"):  # zeros after a broken download are decoded as grey, with no error
+            place = 2
+            while content[place : place + 1] == b"\xff" and content[place + 1 : place + 2] != _SCAN:
+                filler = content[place + 1 : place + 2] == b"\xff"
+                place += 1 if filler else 2 + int.from_bytes(content[place + 2 : place + 4])
+            if content.find(_END, place) < 0:
+                raise OSError("image file is truncated: it has no end")
         frames = getattr(opened, "n_frames", 1)
         if frames > 1 and opened.format != "MPO":  # of a camera: its other frames are smaller copies
             raise OSError(f"{frames} frames or pages; accepted: one image a file")
@@ -255,62 +264,12 @@ def decode(content: bytes) -> Any:
         return picture.convert("RGB")
 
 
-def _check_end(content: bytes) -> None:
-    """Refuse a JPEG without an end: zeros after a broken download are decoded as grey, with no error."""
-    place = 2
-    while content[place : place + 1] == b"\xff" and content[place + 1 : place + 2] != _SCAN:
-        filler = content[place + 1 : place + 2] == b"\xff"
-        place += 1 if filler else 2 + int.from_bytes(content[place + 2 : place + 4])
-    if content.find(_END, place) < 0:
-        raise OSError("image file is truncated: it has no end")
-
-
 @contextlib.contextmanager
 def quiet_pillow() -> Iterator[None]:
     """Do not tell what Pillow warns of: odd EXIF data and large images. Not for generators, which may interleave."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"PIL\.")
         yield
-
-
-class Pictures(Protocol):
-    """Numbered images, some of which may be unreadable."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, start: int, stop: int) -> Iterator[Decoded]: ...  # those of a range, in order
-
-
-class SourceImages:
-    """Images of a source, decoded by a few threads."""
-
-    def __init__(self, source: Source, prepare: Callable[[Any], Pixels] = np.array, threads: int = 4) -> None:
-        self.source, self.prepare, self.threads = source, prepare, threads
-        self.left_out = source.left_out
-
-    def __len__(self) -> int:
-        return len(self.source.entries)
-
-    def load(self, start: int, stop: int) -> Iterator[Decoded]:
-        with ThreadPoolExecutor(self.threads) as pool:
-            ahead: deque[Any] = deque()
-            for entry in self.source.entries[start:stop]:
-                ahead.append(pool.submit(self._load, entry))
-                if len(ahead) > 4 * self.threads:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-
-    def _load(self, entry: Entry) -> Decoded:
-        try:
-            return self.prepare(decode(self.source.read(entry)))
-        except (ElfattError, MemoryError):
-            raise
-        except Exception as error:  # Pillow raises many kinds for damaged files
-            if isinstance(error, OSError) and error.errno not in _LASTING:
-                reason = f"{error.strerror}; give the same command again"
-                raise ElfattError(f"{entry.name} cannot be read: {reason}.") from error
-            return f"{entry.name} ({getattr(error, 'strerror', None) or error})"
 
 
 @dataclass(frozen=True)
@@ -340,46 +299,27 @@ class Images:
     def frame_classes(self) -> list[int]:
         return [number for number in self.classes for _ in range(self.frames)]
 
-    def stacks(self) -> Iterator[Tensor]:
-        """Yield each image as uint8 `[frames, 3, h, w]`."""
-        stack: list[Tensor] = []
-        for frame in self.pictures().load(0, len(self.paths) * self.frames):
-            if isinstance(frame, str):
-                raise ElfattError(f"image {frame} cannot be read.")
-            stack.append(torch.from_numpy(frame).permute(2, 0, 1))
-            if len(stack) == self.frames:
-                yield torch.stack(stack)
-                stack = []
-
-    def pictures(self) -> Pictures:
-        """All frames, decoded; each file is checked against its hash when it is read."""
-        entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
-        files = SourceImages(Source(entries, self.identity, _read_checked), threads=2)
-        return files if self.frames == 1 else Frames(files, self.frames)
-
-
-@dataclass(frozen=True)
-class Frames:
-    """The frames of clips, clip after clip."""
-
-    clips: Pictures  # each has its frames below each other
-    count: int  # frames of each
-
     def __len__(self) -> int:
-        return len(self.clips) * self.count
+        return len(self.paths) * self.frames
 
-    def load(self, start: int, stop: int) -> Iterator[Decoded]:
-        """Yield the frames of a range in order; of a clip that cannot be read, the reason for each."""
-        first, last = start // self.count, -(-stop // self.count)
-        for number, clip in enumerate(self.clips.load(first, last), first):
-            frames: list[Decoded] = [clip] * self.count
-            if not isinstance(clip, str):
-                whole = clip.shape[0] % self.count == 0
-                wrong = f"image {number} (no {self.count} frames)"
-                frames = [*np.split(clip, self.count)] if whole else [wrong] * self.count
-            for place, frame in enumerate(frames, number * self.count):
+    def load(self, start: int, stop: int) -> Iterator[Pixels]:
+        """Yield the frames of a range, clip after clip; each file is checked against its hash when it is read."""
+        entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
+        files = Source(entries, self.identity, _read_checked, threads=2)
+        first, last = start // self.frames, -(-stop // self.frames)
+        for number, image in enumerate(files.load(first, last), first):
+            wrong = image if isinstance(image, str) else f"{entries[number].name} (no {self.frames} frames)"
+            if isinstance(image, str) or len(image) % self.frames:
+                raise ElfattError(f"row {self.name!r}: image {wrong} cannot be read; put it back.")
+            for place, frame in enumerate(np.split(image, self.frames), number * self.frames):
                 if start <= place < stop:
                     yield frame
+
+    def stacks(self) -> Iterator[Tensor]:
+        """Yield each image as uint8 `[frames, 3, h, w]`."""
+        frames = (torch.from_numpy(frame).permute(2, 0, 1) for frame in self.load(0, len(self)))
+        while stack := list(itertools.islice(frames, self.frames)):
+            yield torch.stack(stack)
 
 
 def _read_checked(entry: Entry) -> bytes:
@@ -413,7 +353,9 @@ def extract(
             features, unreadable = _read_chunk(paths[number]) or (np.zeros((0, 0), np.float32), [])
             shape = (stop - start - len(unreadable), extractor.dimension)
             if features.shape != shape or not is_finite(features):
-                _write_chunk(paths[number], *_extract_range(pictures, extractor, range(start, stop), progress, title))
+                features, unreadable = _extract_range(pictures, extractor, range(start, stop), progress, title)
+                with atomic_file(paths[number]) as file:
+                    np.savez(file, features=features, unreadable=np.array(json.dumps(unreadable)))
 
     with quiet_pillow():
         together(write_share)
@@ -424,7 +366,7 @@ def extract(
 class Extracted:
     chunks: Sequence[Path]  # the files, in order; each holds `features` `[k, d]` and the unreadable images' names
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]]:
+    def __iter__(self) -> Iterator[tuple[Rows, list[str]]]:
         for path in self.chunks:
             found = _read_chunk(path)
             if found is None:
@@ -449,7 +391,7 @@ class Extracted:
 
 def _extract_range(
     pictures: Pictures, extractor: Extractor, places: range, progress: Progress | None, title: str
-) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]]:
+) -> tuple[Rows, list[str]]:
     """Features of the readable images, and the names of the others; images of different sizes go one by one."""
     features = [torch.zeros(0, extractor.dimension, dtype=torch.float32, device="cpu")]
     unreadable: list[str] = []
@@ -470,7 +412,7 @@ def _extract_range(
     return torch.cat(features).numpy(), unreadable
 
 
-def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list[str]] | None:
+def _read_chunk(path: Path) -> tuple[Rows, list[str]] | None:
     try:
         with load_plain(path) as data:
             features, unreadable = data["features"], json.loads(str(data["unreadable"]))
@@ -478,12 +420,6 @@ def _read_chunk(path: Path) -> tuple[np.ndarray[Any, np.dtype[np.float32]], list
         return None
     named = isinstance(unreadable, list) and all(isinstance(name, str) for name in unreadable)
     return (features, unreadable) if features.ndim == 2 and features.dtype == np.float32 and named else None
-
-
-def _write_chunk(path: Path, features: np.ndarray[Any, Any], unreadable: list[str]) -> None:
-    buffer = io.BytesIO()
-    np.savez(buffer, features=features, unreadable=np.array(json.dumps(unreadable)))
-    write_file(path, buffer.getvalue())
 
 
 def every_minute(tell: Callable[[str], None]) -> Progress:

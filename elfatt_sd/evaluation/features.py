@@ -22,7 +22,7 @@ from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.statistics import LARGEST
 from elfatt_sd.files import read_typed, refused, sha256_of_data, sha256_of_file, visible
 
-SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # by the width
+SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # of vision transformers, by the width
 _USUAL_EDGE = 224
 Edge = Annotated[int, Meta(gt=0, le=1024)]  # pixels; a batch of larger images fits few memories
 Colour = Annotated[list[float], Meta(min_length=3, max_length=3)]  # red, green and blue
@@ -134,9 +134,7 @@ class Extractor(nn.Module):
         return sha256_of_data(self.preprocessing)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute features in float32: no autocast, no TF32."""
-        if images.dtype != torch.uint8 or images.dim() != 4 or images.shape[1] != 3:
-            raise ElfattError(f"images are {images.dtype} {tuple(images.shape)}; accepted is uint8 [n, 3, h, w].")
+        """Compute features of uint8 images `[n, 3, h, w]` in float32: no autocast, no TF32."""
         with torch.no_grad(), exact_float32(self.device):
             features: Tensor = self._features(images.to(self.device))
         if not (features.abs() < LARGEST).all():  # so written, NaN is none of these
@@ -163,8 +161,7 @@ class ToyExtractor(Extractor):
     def classify(self, features: Tensor) -> dict[str, Tensor]:
         """Read attributes from features `[n, 64]`: indices `[n]` for each of the renderer's `ATTRIBUTES`."""
         network: Any = self.network
-        scores = network.scores(features.to(self.device, torch.float32))
-        return {name: values.argmax(1).cpu() for name, values in scores.items()}
+        return {name: each.argmax(1).cpu() for name, each in network.scores(features.to(self.device).float()).items()}
 
 
 class InceptionExtractor(Extractor):
@@ -200,11 +197,11 @@ class VisionExtractor(Extractor):
         resize = f"bicubic with antialiasing: {part}, clamped to [0, 255]"
         distance_name = f"{_VISION_NAMES[kind]} ({recipe['model']})"
         super().__init__(kind, distance_name, dimension, network, {"resize": resize, **recipe})
-        self.kind, self.recipe = kind, recipe
+        self.recipe = recipe
 
     def _features(self, images: Tensor) -> Tensor:
-        output = self.network(pixel_values=to_input(images, self.kind, self.recipe))
-        features: Tensor = output.image_embeds if self.kind == "clip" else output.last_hidden_state[:, 0]
+        output = self.network(pixel_values=to_input(images, self.name, self.recipe))
+        features: Tensor = output.image_embeds if self.name == "clip" else output.last_hidden_state[:, 0]
         return features
 
 

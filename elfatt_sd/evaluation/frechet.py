@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.statistics import (
     ROWS,
     Estimate,
@@ -40,20 +39,17 @@ def frechet_distance(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covarian
     mean1, covariance1, mean2, covariance2 = (x.to(torch.float64) for x in (mean1, covariance1, mean2, covariance2))
     first, second = _factor(covariance1), _factor(covariance2)
     factor, other = (first, covariance2) if first.shape[1] <= second.shape[1] else (second, covariance1)
-    roots = torch.linalg.eigvalsh(_symmetric(factor.T @ other @ factor)).clamp_min(0).sqrt()
+    product = factor.T @ other @ factor
+    roots = torch.linalg.eigvalsh((product + product.T) / 2).clamp_min(0).sqrt()
     return float((mean1 - mean2).square().sum() + covariance1.trace() + covariance2.trace() - 2 * roots.sum())
 
 
 def _factor(covariance: Tensor) -> Tensor:
     """F `[d, rank]` with F F^T the covariance."""
-    values, vectors = torch.linalg.eigh(_symmetric(covariance))
-    kept = values > values.abs().max() * len(values) * torch.finfo(torch.float64).eps
+    values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
+    kept = values > values.abs().max() * len(values) * EPS
     factor: Tensor = vectors[:, kept] * values[kept].sqrt()
     return factor
-
-
-def _symmetric(matrix: Tensor) -> Tensor:
-    return (matrix + matrix.T) / 2
 
 
 class Target:
@@ -108,10 +104,7 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
     needs n far above d, this does not. Scales below k(0), of n images with n below d, are not seen: there are between
     none and all directions that the images leave, and both ends are given.
     """
-    count, dimension = features.shape
-    if dimension != len(target.mean):
-        remedy = "give a reference of the same extractor"
-        raise ElfattError(f"features have {dimension} columns, the reference {len(target.mean)}; {remedy}.")
+    count = len(features)
     statistics = FeatureStatistics.of(features)
     trace, shift = statistics.covariance.trace(), statistics.mean - target.mean
     constant, length = target.covariance.trace(), shift.square().sum()
@@ -187,7 +180,7 @@ class Spectrum:
             values, vectors = torch.linalg.eigh((scatter + scatter.T) / 2)
             kept = values > values.max() * RESOLVED
             vectors = vectors[:, kept]
-        noise = values.max() * len(values) * torch.finfo(torch.float64).eps
+        noise = values.max() * len(values) * EPS
         self.root = torch.where(values > noise, values, 0).sqrt().sum()  # the trace of S^(1/2), of all values
         self.values = values[kept]  # `[r]`, those whose directions are resolved
         # `[d, r]`; centred features times this are orthonormal columns

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd import families, methods, peers
+from elfatt_sd import families, methods
 from elfatt_sd.attention import softmax
 from elfatt_sd.devices import describe_machine, standard_normal
 from elfatt_sd.drawing.pictures import fault_of
@@ -39,7 +39,9 @@ from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.files import sha256_of_code, sha256_of_data, sha256_of_file
-from elfatt_sd.loading import scheduler_like
+from elfatt_sd.loading import load_pipeline, make_scheduler
+from elfatt_sd.patch import patched
+from elfatt_sd.peers import running
 from elfatt_sd.plans import input_grid
 
 _METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
@@ -60,6 +62,9 @@ _METHOD = (  # the modules that decide what a patched layer computes, besides th
 )
 
 
+denoiser = main_denoiser
+
+
 def check_size(protocol: Protocol, pipe: Any) -> None:
     """Refuse a size or frames that a pipeline cannot draw, and warn of a batch that is estimated not to fit."""
     dimensions_of(pipe).check(protocol.height, protocol.width)
@@ -75,18 +80,13 @@ def check_size(protocol: Protocol, pipe: Any) -> None:
     warn_if_too_large(pipe, *size, rows=rows, batch=max(batches), frames=protocol.frames)
 
 
-def denoiser(pipe: Any) -> Any:
-    return main_denoiser(pipe)
-
-
 def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any:
     """Load a protocol's pipeline with its scheduler, and without what would alter images (checker, watermark)."""
-    from elfatt_sd.loading import load_pipeline
-
     place = device or protocol.device
     pipe = load_pipeline(protocol.model, device=place, dtype=protocol.dtype, variant=protocol.variant or None)
     if protocol.scheduler != "stored":
-        pipe.scheduler = _scheduler(protocol.scheduler, pipe.scheduler)
+        name = "pndm" if protocol.scheduler == "PLMS" else protocol.scheduler
+        pipe.scheduler = make_scheduler(name, pipe.scheduler)
     for extra in ("safety_checker", "watermark"):
         if getattr(pipe, extra, None) is not None:
             setattr(pipe, extra, None)
@@ -95,34 +95,14 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
     return pipe
 
 
-def _scheduler(name: str, stored: Any) -> Any:
-    """Make a scheduler with the settings of the model's own; PLMS is PNDM without its Runge-Kutta start."""
-    import diffusers
-
-    plms = name == "PLMS"
-    kind = getattr(diffusers, "PNDMScheduler" if plms else name, None)
-    accepted = "accepted: stored, PLMS, or a scheduler class of diffusers for such a model."
-    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
-        raise ElfattError(f"scheduler={name!r} is not known; {accepted}")
-    try:
-        return scheduler_like(stored, kind, **({"skip_prk_steps": True} if plms else {}))
-    except ElfattError as error:
-        own = type(stored).__name__
-        raise ElfattError(f"scheduler={name!r} does not fit the model's {own}: {error}; {accepted}") from error
-
-
 @contextlib.contextmanager
 def row_patch(pipe: Any, cell: Cell, seed: int = 0) -> Iterator[None]:
     """Patch a pipeline with a row's method for the length of a `with` block."""
     with contextlib.ExitStack() as undo:
         if cell.peer:
-            from elfatt_sd.peers import running
-
             undo.enter_context(_seeded(pipe, seed))
             undo.enter_context(running(pipe, cell.peer, cell.options))
         if cell.patched:
-            from elfatt_sd.patch import patched
-
             undo.enter_context(patched(pipe, cell.config()))
         yield
 
@@ -195,10 +175,10 @@ def check_images(images: Tensor, indices: Sequence[int]) -> None:
 _IMAGE_CODE = (
     denoiser,
     load_protocol_pipeline,
-    _scheduler,
+    make_scheduler,
     row_patch,
     _seeded,
-    peers.running,
+    running,
     image_seed,
     start_noise,
     makes_clips,

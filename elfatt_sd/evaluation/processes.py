@@ -10,24 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.loading import pick_device
 
 Value = TypeVar("Value")
 
 
 def process_state(device: str = "auto") -> Any:
-    from accelerate import PartialState
-
-    from elfatt_sd.loading import pick_device
-
     # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
     return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
 
 
 def scoring_device(device: str) -> str:
     """Return the device that a run was made on, or `auto` where this machine has none: scores need not that one."""
-    from elfatt_sd.loading import pick_device
-
     try:
         pick_device(device)
     except ElfattError:
@@ -40,26 +39,18 @@ def is_first() -> bool:
 
 
 def among_others() -> bool:
-    import torch
-
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def leave_processes() -> None:
     """Wait for the other processes of a launch and part from them."""
     if among_others():
-        import torch
-
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
 def gathered(value: Value) -> list[Value]:
-    if not among_others():
-        return [value]
-    from accelerate.utils import gather_object
-
-    found: list[Value] = gather_object([value])
+    found: list[Value] = gather_object([value]) if among_others() else [value]
     return found
 
 
@@ -107,5 +98,4 @@ def check_shared(folder: Path, what: str, remedy: str) -> None:
     for number, (machine, place, shared) in enumerate(places):
         if not shared:
             first = f"{places[0][1]} of process 0 ({places[0][0]})"
-            other = f"that of process {number} ({place} on {machine})"
-            raise ElfattError(f"{what} {first} is not {other}; {remedy}.")
+            raise ElfattError(f"{what} {first} is not that of process {number} ({place} on {machine}); {remedy}.")

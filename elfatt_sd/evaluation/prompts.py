@@ -22,16 +22,9 @@ if TYPE_CHECKING:
 Value = TypeVar("Value")
 MOST_IMAGES = 10_000_000  # of a row: their prompts are held in memory
 
-# The ILSVRC-2012 classes, facts: WordNet ids and lemmas as timm 1.0.31 lists them, short names as torchvision 0.28.0.
+# The ILSVRC-2012 classes, facts: WordNet ids and lemmas as timm 1.0.31 lists them, short names as torchvision 0.28.0,
+# but for five (264, 517, 638, 639, 836) that two classes share, or that leave open which of two is meant.
 IMAGENET_FILE = Path(__file__).with_name("imagenet1k_classes.csv")
-# Names that two classes share in WordNet, or that leave open which of two is meant.
-TOLD_APART = {
-    264: "Cardigan Welsh corgi",  # 474 is the garment
-    517: "construction crane",  # 134 is the crane bird
-    638: "maillot swimsuit",
-    639: "tank suit maillot",
-    836: "sunglass lens",  # 837 is sunglasses
-}
 # The lists in the package, by name.
 PROMPT_LISTS = {name: Path(__file__).with_name("prompt_lists") / f"{name}.csv" for name in ("images", "clips")}
 _USUAL = ("prompt", "prompts", "caption", "text")  # columns, whatever their case
@@ -102,26 +95,27 @@ def spread(values: Sequence[Value], count: int) -> list[Value]:
 
 def label_texts(labels: Sequence[Label], template: str) -> list[tuple[int, str]]:
     """Return the index and the prompt of each label."""
+
+    def text(name: str, wnid: str = "", index: int = 0) -> str:
+        article = "an" if name[:1].lower() in set("aeiou") else "a"
+        return template.format(label=name, wnid=wnid, index=index, article=article)
+
     try:
-        texts = []
-        for label in labels:
-            article = "an" if label.name[:1].lower() in set("aeiou") else "a"
-            texts.append(template.format(label=label.name, wnid=label.wnid, index=label.index, article=article))
-        without = template.format(label="", wnid="", index=0, article="")
+        one, other = text("x"), text("y")
+        texts = [(label.index, text(label.name, label.wnid, label.index)) for label in labels]
     except (LookupError, ValueError, AttributeError) as error:
         fields = "the fields {label}, {wnid}, {index}, {article}"
         raise refused(f"template={template!r} ({type(error).__name__}: {error})", fields) from error
-    if without == template.format(label="x", wnid="", index=0, article=""):
+    if one == other:
         raise ElfattError(f"template={template!r} has no field {{label}}; give one.")
-    return [(label.index, text) for label, text in zip(labels, texts, strict=True)]
+    return texts
 
 
 def load_labels(name: str) -> list[Label]:
     """Return a named list (`imagenet1k`, `toy`), or read a file."""
     if name == "imagenet1k":
         rows = csv.DictReader(io.StringIO(IMAGENET_FILE.read_text(encoding="utf-8")))
-        indexed = ((int(row["index"]), row) for row in rows)
-        return [Label(index, row["wnid"], TOLD_APART.get(index, row["short_name"])) for index, row in indexed]
+        return [Label(int(row["index"]), row["wnid"], row["short_name"]) for row in rows]
     if name == "toy":
         from elfatt_sd.toy.renderer import CLASS_PROMPTS
 
@@ -134,21 +128,22 @@ def load_labels(name: str) -> list[Label]:
 def read_labels(path: Path) -> list[Label]:
     """Read labels from a text file (one per line) or a `.csv` with a column `name` (or `label`), optionally `wnid`."""
     text = _read(path, "labels")
-    rows: list[Mapping[str, Any]] = [{"name": line} for line in io.StringIO(text, newline=None)]
+    rows: list[dict[str, Any]] = [{"name": line} for line in io.StringIO(text, newline=None)]
     if path.suffix.lower() == ".csv":
         rows = [row for _, row in _table(path, text, ",")]
     column = "name" if not rows or "name" in rows[0] else "label"
     if rows and column not in rows[0]:
         raise ElfattError(f"labels {path} has columns {', '.join(rows[0])}; accepted are name or label, and wnid.")
-    pairs = [((row.get("wnid") or "").strip(), (row[column] or "").strip()) for row in rows]
-    labels = [Label(index, wnid, name) for index, (wnid, name) in enumerate(pair for pair in pairs if pair[1])]
-    names = [label.name for label in labels]
+    labels: dict[str, Label] = {}
+    for row in rows:
+        name = (row[column] or "").strip()
+        if name in labels:
+            raise ElfattError(f"labels {path} names {name!r} twice; every label must be distinct.")
+        if name:
+            labels[name] = Label(len(labels), (row.get("wnid") or "").strip(), name)
     if not labels:
         raise ElfattError(f"labels {path} is empty; give one label per line.")
-    if len(set(names)) < len(names):
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
-        raise ElfattError(f"labels {path} names {twice!r} twice; every label must be distinct.")
-    return labels
+    return list(labels.values())
 
 
 def read_prompts(source: PromptFile) -> list[tuple[int, str]]:
@@ -164,9 +159,8 @@ def read_prompts(source: PromptFile) -> list[tuple[int, str]]:
         raise ElfattError(f"prompts {path} is JSON, which is not read; give a text file, .csv or .tsv.")
     if kind not in _TABLES and (source.column or source.cluster):
         raise ElfattError(f"prompts.column and prompts.cluster need a table; {path} is none: give .csv or .tsv.")
-    rows: list[tuple[str, Mapping[str, Any]]] = [("", {"prompt": line}) for line in text.split("\n") if line.strip()]
-    if kind in _TABLES:
-        rows = _table(path, text, _TABLES[kind])
+    lines = [("", {"prompt": line}) for line in text.split("\n") if line.strip()]
+    rows = _table(path, text, _TABLES[kind]) if kind in _TABLES else lines
     if not rows:
         raise ElfattError(f"prompts {path} has no prompt; give one a line.")
     usual = [name for known in _USUAL for name in rows[0][1] if name.strip().lower() == known]
@@ -177,9 +171,8 @@ def read_prompts(source: PromptFile) -> list[tuple[int, str]]:
     found = []
     for place, row in rows:
         prompt = _value(place, row, source.column or usual[0])
-        cluster = " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
-        if source.cluster:
-            cluster = _value(place, row, source.cluster)
+        alike = " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
+        cluster = _value(place, row, source.cluster) if source.cluster else alike
         found.append((numbers.setdefault(cluster, len(numbers)), prompt))
     return found
 
@@ -203,10 +196,10 @@ def _read(path: Path, what: str) -> str:
         raise ElfattError(f"{what} {path} cannot be read ({error}); give a file in UTF-8.") from error
 
 
-def _table(path: Path, text: str, delimiter: str) -> list[tuple[str, Mapping[str, Any]]]:
+def _table(path: Path, text: str, delimiter: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the place and the fields of each row of a table with a header."""
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-    rows: list[tuple[str, Mapping[str, Any]]] = []
+    rows: list[tuple[str, dict[str, Any]]] = []
     try:
         for row in reader:
             place = f"{path}, line {reader.line_num}"

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from elfatt_sd.config import PatchConfig, known_method
 from elfatt_sd.errors import REPORT, ElfattError, need
-from elfatt_sd.evaluation.metrics.base import MetricChoice, check_side
+from elfatt_sd.evaluation.metrics import MetricChoice, check_side
 from elfatt_sd.evaluation.prompts import PromptFile
 from elfatt_sd.files import checked, is_plain_name, known_keys, one_folder, read_plain, refused, sha256_of_data, visible
 from elfatt_sd.methods import attention_named

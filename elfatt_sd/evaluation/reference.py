@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,16 +20,14 @@ from elfatt_sd.evaluation.extraction import (
     DECODING,
     Extracted,
     Pixels,
-    SourceImages,
+    Source,
     check_exists,
     extract,
-    is_rendered,
     left_out_words,
     open_source,
 )
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
-from elfatt_sd.evaluation.prompts import MOST_IMAGES
 from elfatt_sd.evaluation.protocols import Reference as Wanted
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.statistics import (
@@ -48,7 +44,6 @@ from elfatt_sd.progress import Progress
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
 FORMAT = 1
 FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number shows in the metric's name
-UNKNOWN_COUNT = FULL_COUNT  # only scales sums where another tool's file gives no count; distances do not depend on it
 FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
 RESIZES = ("none", "crop", "stretch")
 
@@ -64,8 +59,7 @@ class Reference:
     count: int | None  # number of images; None where another tool's file does not tell
     unreadable: list[str]  # name and reason of each image that could not be read
     identity: str  # hash of the files and of all preprocessing
-    # what distances to it carry in their name, such as " (12 reference images)"; empty for `FULL_COUNT` images, and for
-    # as many renders as the protocol names
+    # what distances to it carry in their name, such as " (12 reference images)"; empty for `FULL_COUNT` and for renders
     metric_suffix: str
     description: dict[str, Any] = field(default_factory=dict)  # where it comes from, as plain data for the report
 
@@ -75,31 +69,14 @@ class Reference:
             raise ElfattError(f"reference {source} has one image over and over; accepted are images that differ.")
 
 
-@dataclass(frozen=True)
-class Preprocessing:
-    """What happens to a decoded image before the extractor: Pillow's resampling, which always antialiases."""
+def resized(picture: Any, size: int, resize: str, filter: str) -> Pixels:
+    """Bring an image to a square: `crop` takes the centre, `stretch` changes the proportions, `none` does nothing."""
+    if resize != "none" and picture.size != (size, size):
+        from PIL import Image, ImageOps
 
-    size: int = 0  # side of the square in pixels; 0 for `resize="none"`
-    # `crop` brings the shorter side to `size` and takes the centre, `stretch` changes the proportions, `none` does
-    # nothing
-    resize: str = "none"
-    filter: str = "bicubic"  # Pillow's resampling filter
-
-    def __post_init__(self) -> None:
-        for name, accepted in (("resize", RESIZES), ("filter", FILTERS)):
-            if getattr(self, name) not in accepted:
-                raise ElfattError(f"{name}={getattr(self, name)!r} is not known; accepted: {', '.join(accepted)}.")
-        if (self.size > 0) != (self.resize != "none"):
-            raise refused(f"size={self.size} with resize={self.resize!r}", "both, or neither")
-
-    def __call__(self, picture: Any) -> Pixels:
-        if self.resize != "none" and picture.size != (self.size, self.size):
-            from PIL import Image, ImageOps
-
-            method = Image.Resampling[self.filter.upper()]
-            scale = ImageOps.fit if self.resize == "crop" else Image.Image.resize
-            picture = scale(picture, (self.size, self.size), method)
-        return np.array(picture)
+        scale = ImageOps.fit if resize == "crop" else Image.Image.resize
+        picture = scale(picture, (size, size), Image.Resampling[filter.upper()])  # which always antialiases
+    return np.array(picture)
 
 
 def build_reference(
@@ -119,9 +96,9 @@ def build_reference(
         return together(lambda: _from_moments(wanted, extractor))
     pictures, fingerprint = together(lambda: check_images(wanted, classes))
     identity = _identity(fingerprint, extractor)
-    identities = gathered(identity)
-    for number, other in enumerate(identities):
-        if other != identities[0]:
+    first, *others = gathered(identity)
+    for number, other in enumerate(others, 1):
+        if other != first:
             raise ElfattError(
                 f"reference {wanted.source} is not the same in process {number} as in process 0 (names, sizes or "
                 "times of its files, the extractor, or the versions of torch and Pillow); give a folder that all "
@@ -133,8 +110,7 @@ def build_reference(
         by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))  # the other processes wait for the first
         if not by_first(lambda: _kept(folder, extractor.dimension) is not None):
             chunks = extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
-            recipe = {"size": wanted.size, "resize": wanted.resize, "filter": wanted.filter}
-            description = {"source": wanted.source, "identity": identity, **recipe}
+            description = {"source": wanted.source, "identity": identity, **_recipe(wanted)}
             by_first(lambda: _finish(folder, chunks, extractor, description))
     kept = _kept(folder, extractor.dimension)
     if kept is None:
@@ -151,7 +127,7 @@ def build_reference(
     description = {key: value for key, value in data.items() if key != "format"}
     if words := left_out_words(pictures.left_out):  # not in the cache: these files are no part of the identity
         description["left_out"] = words[2:-1]  # without its brackets
-    suffix = _suffix(count, wanted.count if isinstance(pictures, Renders) else FULL_COUNT, data["resize"], data["size"])
+    suffix = "" if isinstance(pictures, Renders) else _suffix(count, data["resize"], data["size"])
     return Reference(statistics, sample, count, unreadable, identity, suffix, description)
 
 
@@ -172,25 +148,27 @@ def check_reference(wanted: Wanted, extractor: Extractor, classes: Sequence[int]
     return _identity(check_images(wanted, classes)[1], extractor)
 
 
-def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[SourceImages | Renders, Any]:
+def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[Source | Renders, Any]:
     """Return the images, of which there are as many as there must be, and their fingerprint."""
     check_given(wanted.source)
-    pictures: SourceImages | Renders
-    if is_rendered(wanted.source):
-        number = wanted.source.partition(":")[2]
-        if number and not (re.fullmatch(r"[0-9]{1,8}", number) and 1 < int(number) <= MOST_IMAGES):
-            accepted = f"renders:COUNT with a whole number from 2 to {MOST_IMAGES}"
-            raise refused(f"reference {wanted.source!r}", accepted)
-        pictures = Renders(int(number) if number else wanted.count, classes)
-        fingerprint = pictures.fingerprint
-    else:
-        preprocessing = Preprocessing(wanted.size, wanted.resize, wanted.filter)
-        found = open_source(wanted.source, wanted.per_class)
-        pictures = SourceImages(found, preprocessing)
-        plain = dataclasses.asdict(preprocessing)
-        fingerprint = [found.fingerprint, wanted.per_class, plain, PIL.__version__, DECODING]
+    pictures: Source | Renders
+    if wanted.source == "toy":
+        pictures = Renders(wanted.count, classes)
+        return pictures, pictures.fingerprint
+    recipe = _recipe(wanted)
+    pictures = replace(open_source(wanted.source, wanted.per_class), prepare=functools.partial(resized, **recipe))
     _check_count(wanted, len(pictures), pictures.left_out)
-    return pictures, fingerprint
+    return pictures, [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, DECODING]
+
+
+def _recipe(wanted: Wanted) -> dict[str, Any]:
+    """What happens to a decoded image before the extractor, see `resized`."""
+    for name, accepted in (("resize", RESIZES), ("filter", FILTERS)):
+        if getattr(wanted, name) not in accepted:
+            raise ElfattError(f"{name}={getattr(wanted, name)!r} is not known; accepted: {', '.join(accepted)}.")
+    if (wanted.size > 0) != (wanted.resize != "none"):
+        raise refused(f"size={wanted.size} with resize={wanted.resize!r}", "both, or neither")
+    return {"size": wanted.size, "resize": wanted.resize, "filter": wanted.filter}
 
 
 def _identity(fingerprint: Any, extractor: Extractor) -> str:
@@ -236,33 +214,28 @@ class Renders:
         """Labels and geometry, drawn from the renderer's own distribution; those of the wanted classes are kept."""
         from elfatt_sd.toy import renderer
 
-        numbers = {labels: number for number, labels in enumerate(renderer.CLASSES)}
+        numbers = {tuple(each): number for number, each in enumerate(renderer.class_labels(renderer.CLASSES).tolist())}
         open_places: dict[int, list[int]] = {}
         for place in reversed(range(len(self.wanted))):
             open_places.setdefault(self.wanted[place], []).append(place)
         labels = torch.zeros(len(self.wanted), len(renderer.ATTRIBUTES), dtype=torch.int64, device="cpu")
         geometry = torch.zeros(len(self.wanted), len(renderer.GEOMETRY), dtype=torch.float32, device="cpu")
         generator = torch.Generator().manual_seed(RENDER_SEED)
-        names = list(renderer.ATTRIBUTES.values())
-        while open_places:
-            drawn, numbers_drawn = renderer.sample_parameters(self.BLOCK, generator)
-            for row, scene in enumerate(drawn.tolist()):
-                number = numbers[tuple(values[index] for values, index in zip(names, scene, strict=True))]
-                places = open_places.get(number)
-                if places:
+        while any(open_places.values()):
+            drawn = renderer.sample_parameters(self.BLOCK, generator)
+            for row, scene in enumerate(drawn[0].tolist()):
+                if places := open_places.get(numbers[tuple(scene)]):
                     place = places.pop()
-                    labels[place], geometry[place] = drawn[row], numbers_drawn[row]
-                    if not places:
-                        del open_places[number]
+                    labels[place], geometry[place] = drawn[0][row], drawn[1][row]
         return labels, geometry
 
 
-def _suffix(count: int, full: int = FULL_COUNT, resize: str = "none", size: int = 0) -> str:
+def _suffix(count: int, resize: str = "none", size: int = 0) -> str:
     """Say in a metric's name what of its reference is not as usual: the number of images, or a resize before."""
-    parts = [] if count == full else [f"{count} reference images"]
+    parts = [] if count == FULL_COUNT else [f"{count} reference images"]
     if resize != "none":
         how = {"crop": "cropped", "stretch": "stretched"}[resize]
-        parts.append(f"{how} to {size}" if parts else f"reference {how} to {size}")
+        parts.append(f"{'' if parts else 'reference '}{how} to {size}")
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -301,14 +274,14 @@ def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatisti
         data = read_data(folder / "reference.json", _Record, "")
         if data is None:
             return None
-        statistics = FeatureStatistics.load(folder / "statistics.npz")
+        mean, covariance, count = load_moments(folder / "statistics.npz")
     except ElfattError:
         return None
     sample = read_array(folder / "sample.npy", dimension)
     wanted = (dimension, data["count"], min(data["count"], KERNEL_SAMPLE))
-    if sample is None or (len(statistics.mean), statistics.count, len(sample)) != wanted or not is_finite(sample):
+    if sample is None or (len(mean), count, len(sample)) != wanted or not is_finite(sample):
         return None
-    return data, statistics, sample
+    return data, FeatureStatistics.from_moments(mean, covariance, data["count"]), sample
 
 
 def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
@@ -322,10 +295,10 @@ def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
     if count is not None:
         _check_count(wanted, count)
     covariance = check_covariance(path, covariance, count)
-    statistics = FeatureStatistics.from_moments(mean, covariance, count or UNKNOWN_COUNT)
+    # a count only scales sums: distances do not depend on it
+    statistics = FeatureStatistics.from_moments(mean, covariance, count or FULL_COUNT)
     suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
     digest = sha256_of_file(path)
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])
     description: dict[str, Any] = {"source": str(path), "sha256": digest, "count": count, "identity": identity}
-    description["unreadable"] = []
-    return Reference(statistics, None, count, [], identity, suffix, description)
+    return Reference(statistics, None, count, [], identity, suffix, {**description, "unreadable": []})

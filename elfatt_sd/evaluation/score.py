@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.extraction import Images, extract, quiet_pillow
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
-from elfatt_sd.evaluation.metrics.scores import Scorer, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.metrics import Better, ImageMetric, check_feature_metrics, load_metrics
 from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
@@ -33,13 +34,13 @@ from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
 from elfatt_sd.evaluation.statistics import (
     Estimate,
     Interval,
-    as_list,
     batches,
+    cmmd,
     even_classes,
-    figure_as_dict,
     is_finite,
     kernel_distance,
     kernel_within,
+    neighbour_figures,
     read_array,
     share_interval,
     verdict,
@@ -54,6 +55,7 @@ MOST_CHANGED = 16
 DIGITS = 6  # of what is kept of each image
 PAIR_BATCH = 8
 _ROUNDING = 1e-6
+_LARGEST = 1e100  # of a metric; squares of larger numbers overflow
 SIGMA = 1.5  # pixels
 REACH = 5  # pixels from the middle of the window to its edge
 K1, K2 = 0.01, 0.03
@@ -73,21 +75,21 @@ def score_run(
     need("a score", "torchmetrics")
     if not run.baseline.finished:
         raise ElfattError(f"row {run.baseline.name!r}, the baseline, has no images yet; generate them first.")
-    place = folder or run.folder
-    rows = {row.name: Images.of_row(row, run.protocol.frames, len(run.prompts)) for row in run.finished}
+    protocol, place = run.protocol, folder or run.folder
+    rows = {row.name: Images.of_row(row, protocol.frames, len(run.prompts)) for row in run.finished}
     scales = [
-        Scale(extractor, _reference(run.protocol, extractor, progress), place / "scores")
-        for extractor in (load_extractors(run.protocol) if extractors is None else extractors)
+        Scale(extractor, _reference(protocol, extractor, progress), place / "scores")
+        for extractor in (load_extractors(protocol) if extractors is None else extractors)
     ]
     for scale in scales:
         for images in rows.values():
             scale.extract(images, progress)
 
     def finish() -> None:
-        cache, toy, baseline = place / "scores", run.protocol.of_toy, rows[run.baseline.name]
-        device = network_device(run.protocol)
-        metrics = load_metrics(run.protocol.metrics, device)
-        scorer = Scorer(run.protocol.metrics, metrics, scales, cache, device, progress)
+        metrics = load_metrics(protocol.metrics, network_device(protocol))
+        scorer = Scorer(protocol, metrics, scales, place / "scores", progress)
+        measured = {name: scorer.measure(images) for name, images in rows.items()}
+        baseline = measured[run.baseline.name]
         data = {
             "format": SCORES_FORMAT,
             "identity": run.record.identity,
@@ -95,7 +97,7 @@ def score_run(
                 scale.distance_name: {**scale.reference.description, "features": scale.extractor.dimension}
                 for scale in scales
             },
-            "rows": {name: score_cell(images, baseline, scorer, toy) for name, images in rows.items()},
+            "rows": {name: scorer.score(row, None if row is baseline else baseline) for name, row in measured.items()},
         }
         write_json(place / SCORES_FILE, data)
 
@@ -148,79 +150,173 @@ def _classes(protocol: Protocol) -> list[int]:
     return [prompt.class_index for prompt in run_prompts(protocol)] if protocol.of_toy else []
 
 
-def score_cell(images: Images, baseline: Images, scorer: Scorer, toy: bool = False) -> dict[str, Any]:
-    if list(images.classes) != list(baseline.classes):
-        raise ElfattError(f"rows {images.name!r} and {baseline.name!r} are not of the same prompts.")
-    other = None if images.name == baseline.name else baseline
-    scales, place = scorer.scales, torch.device(scorer.device)
-    changes = pair_changes(images, other, scorer.cache, place, scorer.progress) if other else None
-    metrics = {"metrics": scorer.score(images, other)} if scorer.wanted else {}
-    return {
-        "images": len(images.paths),
-        "classes": len(set(images.classes)),
-        "distances": _distances(images, other, scales),
-        "paired": _paired(images, baseline, changes, scales) if changes is not None else None,
-        "accuracy": _accuracy(images, other, scales) if toy else None,
-        "most_changed": most_changed(changes) if changes is not None else [],
-        **metrics,
-    }
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a row by itself."""
+
+    images: Images
+    distances: dict[str, Distance]  # by their names
+    right: dict[str, Tensor]  # whether each image shows what its prompt says, by attribute; only of the toy
+    metrics: dict[str, tuple[Estimate, Better]]  # by their names, but for those that compare
 
 
-def _distances(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any]:
+class Scorer:
+    """Scores rows by themselves and against the baseline, and keeps numbers of single images in a folder."""
+
+    def __init__(
+        self,
+        protocol: Protocol,
+        metrics: Sequence[ImageMetric],
+        scales: Sequence[Scale],
+        cache: Path,
+        progress: Progress | None = None,
+    ) -> None:
+        self.protocol, self.metrics, self.scales = protocol, metrics, scales
+        self.cache, self.progress = cache, progress
+        self.device = torch.device(network_device(protocol))
+
+    def measure(self, images: Images) -> Measured:
+        distances: dict[str, Distance] = {}
+        right: dict[str, Tensor] = {}
+        figures: dict[str, tuple[Estimate, Better]] = {}
+        for metric in self.metrics:
+            if not metric.compares:
+                figures[metric.name] = Estimate.mean(self._values(metric, images), images.classes), metric.better
+        for scale in self.scales:
+            distances |= scale.distances(images)
+            figures |= scale.figures(images, {choice.metric for choice in self.protocol.metrics})
+            if self.protocol.of_toy and isinstance(scale.extractor, ToyExtractor):
+                right = right or scale.right(images, scale.extractor)
+        return Measured(images, distances, right, figures)
+
+    def score(self, row: Measured, baseline: Measured | None) -> dict[str, Any]:
+        """Return what `scores.json` has of a row; without a baseline, of the baseline itself."""
+        images, paired, lowest = row.images, None, []
+        if baseline:
+            changes = pair_changes(images, baseline.images, self.cache, self.device, self.progress)
+            paired = self._paired(row, baseline, changes)
+            order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
+            lowest = [index for index in order if changes[index, 0].isfinite()]  # identical ones are left out
+        return {
+            "images": len(images.paths),
+            "classes": len(set(images.classes)),
+            "distances": _distances(row, baseline),
+            "paired": paired,
+            "accuracy": _accuracy(row, baseline) if row.right else None,
+            "most_changed": lowest,
+            **({"metrics": self._metrics(row, baseline)} if self.protocol.metrics else {}),
+        }
+
+    def _paired(self, row: Measured, baseline: Measured, changes: Tensor) -> dict[str, Any]:
+        """Summaries of the changes, and PSNR and SSIM of each image, by which rows can be compared with each other.
+
+        PSNR is over the images that differ. The cosine is that of the first extractor's features.
+        """
+        images, differing = row.images, changes[:, 0].isfinite()
+        classes = torch.as_tensor(images.classes, device="cpu")
+        decibels, similarities = ([round(value, DIGITS) for value in each] for each in changes.t().tolist())
+        found: dict[str, Any] = {
+            "classes": list(images.classes),
+            "psnr": {
+                **_summary(changes[differing, 0], classes[differing], 0.0, math.inf),
+                "unit": "dB",
+                "identical": int((~differing).sum()),
+                "pictures": [value if math.isfinite(value) else None for value in decibels],
+            },
+            "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
+        }
+        for scale in self.scales[:1]:
+            pairs = zip(batches(scale.features(images)), batches(scale.features(baseline.images)), strict=True)
+            cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
+            each = cosine.view(len(images.paths), -1).mean(1)
+            found["cosine"] = {**_summary(each, classes, -1.0, 1.0), "extractor": scale.extractor.name}
+        return found
+
+    def _metrics(self, row: Measured, baseline: Measured | None) -> dict[str, Any]:
+        """Return, by the metric's name, `value`, `interval`, `better` and, where there is a baseline, `difference`.
+
+        What compares with the untouched images is a difference itself: it has an interval, no verdict, and no value
+        for the baseline.
+        """
+        found: dict[str, Any] = {}
+        for metric in self.metrics:
+            if metric.compares and baseline:
+                estimate = Estimate.mean(self._values(metric, row.images, baseline.images), row.images.classes)
+                found[metric.name] = {**_figure(estimate), "better": metric.better, "compares": True}
+        for name, (estimate, better) in row.metrics.items():
+            found[name] = {**_figure(estimate), "better": better}
+            if baseline:
+                difference = estimate - baseline.metrics[name][0]
+                judged = _judged(difference.value, difference.interval(), row, lower_is_better=better == "lower")
+                found[name]["difference"] = judged if better else _figure(difference)
+        return found
+
+    def _values(self, metric: ImageMetric, images: Images, baseline: Images | None = None) -> Tensor:
+        """One number for each image, `[n]` float64; kept in the cache."""
+        parts = [metric.identity, images.identity, list(images.texts), baseline.identity if baseline else ""]
+
+        def compute() -> Tensor:
+            values = torch.cat(list(metric.values(images, baseline, self.progress))).double()
+            odd = next((index for index, value in enumerate(values.tolist()) if not abs(value) < _LARGEST), None)
+            if odd is not None:
+                said = f"metric {metric.name!r} of image {odd} of row {images.name!r} is {values[odd]}"
+                raise ElfattError(f"{said}; accepted are numbers between -{_LARGEST:g} and {_LARGEST:g}.")
+            return values
+
+        path = self.cache / f"{images.name}-metric-{sha256_of_data(parts)[:16]}.npy"
+        return _kept(path, len(images.paths), is_finite, compute)
+
+
+def _kept(path: Path, count: int, holds: Callable[[Array], bool], compute: Callable[[], Tensor], *shape: int) -> Tensor:
+    """Return float64 numbers `[count, *shape]` of single images that a file keeps, or compute and keep them."""
+    known = read_array(path, *shape, dtype="float64")
+    if known is not None and len(known) == count and holds(known):
+        return torch.from_numpy(np.array(known))
+    with quiet_pillow():
+        values = compute()
+    with atomic_file(path) as file:
+        np.save(file, values.numpy())
+    return values
+
+
+def _figure(estimate: Estimate) -> dict[str, Any]:
+    return {"value": estimate.value, "interval": estimate.interval()}
+
+
+def _judged(
+    value: float, interval: Interval | None, row: Measured, *, lower_is_better: bool = True, **more: str
+) -> dict[str, Any]:
+    said = verdict(interval, even_classes(row.images.classes), lower_is_better=lower_is_better)
+    return {"value": value, "interval": interval, "verdict": said, **more}
+
+
+def _distances(row: Measured, baseline: Measured | None) -> dict[str, Any]:
     """Distances as they are published; the difference of a Frechet distance is that of infinitely many images."""
     rows: dict[str, Any] = {}
-    classes = even_classes(images.classes)
-    for scale in scales:
-        others = scale.distances(baseline) if baseline else {}
-        for name, figure in scale.distances(images).items():
-            other, own = others.get(name), figure.published if isinstance(figure, FrechetFigures) else figure
-            rows[name] = figure_as_dict(own.value, own.interval())
-            if isinstance(figure, FrechetFigures) and isinstance(other, FrechetFigures):
-                value, interval = figure.limit_difference(other)
-                rows[name]["difference"] = {**_judged(value, interval, classes), "images": "infinite"}
-            elif isinstance(figure, Estimate) and isinstance(other, Estimate):
-                rows[name]["difference"] = _difference(figure, other, classes)
+    for name, figure in row.distances.items():
+        other = baseline.distances[name] if baseline else None
+        rows[name] = _figure(figure.published if isinstance(figure, FrechetFigures) else figure)
+        if isinstance(figure, FrechetFigures) and isinstance(other, FrechetFigures):
+            rows[name]["difference"] = _judged(*figure.limit_difference(other), row, images="infinite")
+        elif isinstance(figure, Estimate) and isinstance(other, Estimate):
+            rows[name]["difference"] = _judged((figure - other).value, (figure - other).interval(), row)
     return rows
 
 
-def _difference(figure: Estimate, other: Estimate, classes: int, *, lower_is_better: bool = True) -> dict[str, Any]:
-    difference = figure - other
-    return _judged(difference.value, difference.interval(), classes, lower_is_better)
-
-
-def _judged(value: float, interval: Interval | None, classes: int, lower_is_better: bool = True) -> dict[str, Any]:
-    return {
-        **figure_as_dict(value, interval),
-        "verdict": verdict(interval, classes, lower_is_better=lower_is_better),
-    }
-
-
-def _paired(images: Images, baseline: Images, changes: Tensor, scales: Sequence[Scale]) -> dict[str, Any]:
-    """Closeness of each image; the cosine is that of the first extractor's features, where there is one."""
-    found = paired(images, changes)
-    for scale in scales[:1]:
-        pairs = zip(batches(scale.features(images)), batches(scale.features(baseline)), strict=True)
-        cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
-        each, classes = cosine.view(len(images.paths), -1).mean(1), torch.as_tensor(images.classes, device="cpu")
-        found["cosine"] = {**_summary(each, classes, -1.0, 1.0), "extractor": scale.extractor.name}
-    return found
-
-
-def _accuracy(images: Images, baseline: Images | None, scales: Sequence[Scale]) -> dict[str, Any] | None:
+def _accuracy(row: Measured, baseline: Measured | None) -> dict[str, Any]:
     """Fraction of images that show what their prompt says, per attribute and as the mean of all."""
-    scale = next((scale for scale in scales if scale.right(images)), None)
-    if scale is None:
-        return None
-    sides = (scale.right(side) for side in (images, baseline) if side)
-    right, *before = ({**each, "mean": torch.stack(list(each.values())).mean(0)} for each in sides)
+    classes = row.images.classes
+    right, *before = (
+        {**side.right, "mean": torch.stack(list(side.right.values())).mean(0)} for side in (row, baseline) if side
+    )
     rows: dict[str, Any] = {}
     for name, values in right.items():
-        figure = Estimate.mean(values, images.classes)
-        parts = len(right) - 1 if name == "mean" else 1
-        rows[name] = {"value": figure.value, "interval": as_list(share_interval(values, images.classes, parts))}
+        figure = Estimate.mean(values, classes)
+        parts = len(row.right) if name == "mean" else 1
+        rows[name] = {"value": figure.value, "interval": share_interval(values, classes, parts)}
         for other in before:
-            untouched, classes = Estimate.mean(other[name], images.classes), even_classes(images.classes)
-            rows[name]["difference"] = _difference(figure, untouched, classes, lower_is_better=False)
+            moved = figure - Estimate.mean(other[name], classes)
+            rows[name]["difference"] = _judged(moved.value, moved.interval(), row, lower_is_better=False)
     return rows
 
 
@@ -230,24 +326,17 @@ class Scale:
     def __init__(self, extractor: Extractor, reference: Reference, cache: Path) -> None:
         self.extractor, self.reference, self.cache = extractor, reference, cache
         self.distance_name = extractor.distance_name + reference.metric_suffix
-        self.kernel_name = extractor.kernel_name + reference.metric_suffix
-        self._known: dict[str, dict[str, Distance]] = {}
-        self._right: dict[str, dict[str, Tensor]] = {}
 
     def extract(self, images: Images, progress: Progress | None = None) -> None:
         path = self._path(images)
         if by_first(lambda: (found := self._read(images)) is not None and is_finite(found)):
             return
         parts = path.with_suffix(".parts")
-        chunks = extract(images.pictures(), self.extractor, parts, progress=progress, name=images.name)
+        chunks = extract(images, self.extractor, parts, progress=progress, name=images.name)
 
         def join() -> None:
-            unreadable = [name for _, names in chunks for name in names]
-            if not unreadable:
-                chunks.join(path)
+            chunks.join(path)
             shutil.rmtree(parts, ignore_errors=True)  # with what a killed process left half-written there
-            if unreadable:  # which is not kept, as it can be put back
-                raise ElfattError(f"row {images.name!r}: image {unreadable[0]} cannot be read; put it back.")
 
         by_first(join)
 
@@ -260,45 +349,50 @@ class Scale:
 
     def _read(self, images: Images) -> Array | None:
         found = read_array(self._path(images), self.extractor.dimension)
-        return found if found is not None and len(found) == len(images.frame_classes) else None
+        return found if found is not None and len(found) == len(images) else None
 
     def _path(self, images: Images) -> Path:
         key = sha256_of_data([images.identity, self.extractor.identity])
         return self.cache / f"{images.name}-{self.extractor.name}-{key[:16]}.npy"
 
     def distances(self, images: Images) -> dict[str, Distance]:
-        """The Frechet distance and, where the reference has features, the kernel distance; computed once per row."""
-        if images.name not in self._known:
-            features = self.features(images)
-            classes = images.frame_classes
-            self._known[images.name] = {self.distance_name: frechet_figures(features, self._target, classes)}
-            if self.reference.sample is not None:
-                self._known[images.name][self.kernel_name] = kernel_distance(
-                    features, self.reference.sample, classes, within=self._within
-                )
-        return self._known[images.name]
+        """The Frechet distance and, where the reference has features, the kernel distance."""
+        features, classes, sample = self.features(images), images.frame_classes, self.reference.sample
+        target, within = self._known
+        found: dict[str, Distance] = {self.distance_name: frechet_figures(features, target, classes)}
+        if sample is not None:
+            name = self.extractor.kernel_name + self.reference.metric_suffix
+            found[name] = kernel_distance(features, sample, classes, within=within)
+        return found
 
     @cached_property
-    def _target(self) -> Target:
-        return Target(self.reference.statistics.mean, self.reference.statistics.covariance)
+    def _known(self) -> tuple[Target, float | None]:
+        """What distances need of the reference, whatever the row."""
+        statistics, sample = self.reference.statistics, self.reference.sample
+        return Target(statistics.mean, statistics.covariance), None if sample is None else kernel_within(sample)
 
-    @cached_property
-    def _within(self) -> float | None:
-        return None if self.reference.sample is None else kernel_within(self.reference.sample)
+    def figures(self, images: Images, wanted: Collection[str]) -> dict[str, tuple[Estimate, Better]]:
+        """The wanted ones of the metrics of features, where the reference has features."""
+        figures: dict[str, tuple[Estimate, Better]] = {}
+        sample, recipe = self.reference.sample, self.extractor.preprocessing
+        if sample is not None and "prdc" in wanted:
+            where = self.extractor.distance_name.removeprefix("FD-").replace("FID", "Inception", 1)
+            found = neighbour_figures(self.features(images), sample, images.frame_classes)
+            figures |= {f"{name} ({where})": (estimate, "higher") for name, estimate in found.items()}
+        if sample is not None and "cmmd" in wanted and self.extractor.name == "clip":
+            published = (recipe.get("crop"), self.extractor.dimension) == (336, 768)
+            name = "CMMD" if published else f"CMMD ({str(recipe.get('sha256'))[:8]})"
+            figures[name] = cmmd(self.features(images), sample, images.frame_classes), "lower"
+        return figures
 
-    def right(self, images: Images) -> dict[str, Tensor]:
-        """Whether each image shows its prompt's attributes: `[n]` of 0 or 1, per attribute; computed once per row.
+    def right(self, images: Images, extractor: ToyExtractor) -> dict[str, Tensor]:
+        """Whether each image shows its prompt's attributes: `[n]` of 0 or 1, per attribute."""
+        from elfatt_sd.toy.renderer import CLASSES, class_labels
 
-        Empty where the extractor does not read attributes.
-        """
-        if images.name not in self._right and isinstance(self.extractor, ToyExtractor):
-            from elfatt_sd.toy.renderer import CLASSES, class_labels
-
-            seen = self.extractor.classify(torch.from_numpy(np.array(self.features(images))))
-            wanted = class_labels([CLASSES[number] for number in images.classes]).unbind(1)
-            pairs = zip(seen.items(), wanted, strict=True)
-            self._right[images.name] = {name: (found == each).to(torch.float64) for (name, found), each in pairs}
-        return self._right.get(images.name, {})
+        seen = extractor.classify(torch.from_numpy(np.array(self.features(images))))
+        wanted = class_labels([CLASSES[number] for number in images.classes]).unbind(1)
+        pairs = zip(seen.items(), wanted, strict=True)
+        return {name: (found == each).to(torch.float64) for (name, found), each in pairs}
 
 
 def pair_changes(
@@ -309,53 +403,28 @@ def pair_changes(
     The PSNR is infinite where an image equals the baseline's in every pixel, and only there. That of a clip is over
     all its frames at once; its SSIM is the mean over frames.
     """
-    path = cache / f"{images.name}-pairs-{sha256_of_data([PAIRS_FORMAT, images.identity, baseline.identity])[:16]}.npy"
-    known = read_array(path, 2, dtype="float64")
-    if known is not None and len(known) == len(images.paths):
-        decibels, similarities = known.T
-        if (decibels >= 0).all() and (np.abs(similarities) <= 1 + _ROUNDING).all():
-            return torch.from_numpy(np.array(known))
-    with quiet_pillow():
-        rows = torch.cat(list(_changes(images, baseline, device, progress)))
-    with atomic_file(path) as file:
-        np.save(file, rows.numpy())
-    return rows
-
-
-def _changes(images: Images, baseline: Images, device: torch.device, progress: Progress | None) -> Iterator[Tensor]:
     from torchmetrics.functional.image import peak_signal_noise_ratio
 
-    count, device = len(images.paths), device if has_float64(device) else torch.device("cpu")
-    ours, theirs = (side.stacks() for side in (images, baseline))
-    for start in range(0, count, PAIR_BATCH):
-        size = min(PAIR_BATCH, count - start)
-        mine, other = (torch.stack([next(side) for _ in range(size)]).to(device).double() for side in (ours, theirs))
-        decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3, 4))
-        frames = structural_similarity(mine.flatten(0, 1), other.flatten(0, 1), data_range=255.0)
-        similarity = frames.view(size, -1).mean(1)  # in float32, equal flat images would be 0.999 alike
-        yield torch.stack((decibels, similarity), 1).to("cpu", torch.float64)
-        if progress:
-            progress(f"{images.name}, PSNR and SSIM", start + size, count)
+    count, place = len(images.paths), device if has_float64(device) else torch.device("cpu")
 
+    def holds(known: Array) -> bool:
+        return bool((known[:, 0] >= 0).all() and (np.abs(known[:, 1]) <= 1 + _ROUNDING).all())
 
-def paired(images: Images, changes: Tensor) -> dict[str, Any]:
-    """Summaries of the changes, and PSNR and SSIM of each image, by which rows can be compared with each other.
+    def compute() -> Tensor:
+        sides, rows = [images.stacks(), baseline.stacks()], []
+        for start in range(0, count, PAIR_BATCH):
+            size = min(PAIR_BATCH, count - start)
+            mine, other = (torch.stack([next(side) for _ in range(size)]).to(place).double() for side in sides)
+            decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3, 4))
+            frames = structural_similarity(mine.flatten(0, 1), other.flatten(0, 1), data_range=255.0)
+            similarity = frames.view(size, -1).mean(1)  # in float32, equal flat images would be 0.999 alike
+            rows.append(torch.stack((decibels, similarity), 1).to("cpu", torch.float64))
+            if progress:
+                progress(f"{images.name}, PSNR and SSIM", start + size, count)
+        return torch.cat(rows)
 
-    PSNR is over the images that differ.
-    """
-    differing = changes[:, 0].isfinite()
-    classes = torch.as_tensor(images.classes, device="cpu")
-    decibels, similarities = ([round(value, DIGITS) for value in each] for each in changes.t().tolist())
-    return {
-        "classes": list(images.classes),
-        "psnr": {
-            **_summary(changes[differing, 0], classes[differing], 0.0, math.inf),
-            "unit": "dB",
-            "identical": int((~differing).sum()),
-            "pictures": [value if math.isfinite(value) else None for value in decibels],
-        },
-        "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
-    }
+    key = sha256_of_data([PAIRS_FORMAT, images.identity, baseline.identity])[:16]
+    return _kept(cache / f"{images.name}-pairs-{key}.npy", count, holds, compute, 2)
 
 
 def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:
@@ -372,12 +441,6 @@ def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[s
         "quartiles": [quartiles[0], quartiles[2]],
         "lowest": values.min().item(),
     }
-
-
-def most_changed(changes: Tensor) -> list[int]:
-    """Indices of the images with the lowest PSNR, lowest first; identical ones are left out."""
-    order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
-    return [index for index in order if changes[index, 0].isfinite()]
 
 
 def structural_similarity(first: Tensor, second: Tensor, data_range: float) -> Tensor:

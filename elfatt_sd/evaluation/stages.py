@@ -17,7 +17,7 @@ from elfatt_sd.evaluation.extraction import every_minute
 from elfatt_sd.evaluation.generate import generate, row_costs, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
-from elfatt_sd.evaluation.metrics.scores import check_enough, load_metrics
+from elfatt_sd.evaluation.metrics import load_metrics
 from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages, decisive
@@ -37,6 +37,7 @@ from elfatt_sd.evaluation.run import (
     clear_disk_errors,
 )
 from elfatt_sd.evaluation.score import build_references, load_extractors, network_device, score_inputs, score_run
+from elfatt_sd.evaluation.statistics import check_enough
 from elfatt_sd.files import (
     cache_folder,
     check_writable,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import atomic_file
@@ -30,7 +29,8 @@ TOO_FEW = "too few classes to tell"
 FEWEST_CLASSES = 30
 KERNEL_SAMPLE = 5000  # images of a block, and of the reference, at most
 ROWS_AT_ONCE = 1024  # of a piece of the kernel matrix
-WIDTH = 10.0  # of the Gaussian kernel
+WIDTH, CMMD_SCALE = 10.0, 1000  # of the Gaussian kernel, and of the distance with it
+NEIGHBOURS, PIECE = 5, 512  # as Naeem et al. have it; rows of a piece of the matrix of distances
 Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
 Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped
 COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
@@ -140,30 +140,17 @@ def share_interval(shares: Tensor, groups: Groups, parts: int = 1) -> Interval |
     trial. None with fewer than 2 classes.
     """
     figure = Estimate.mean(shares, groups)
-    classes = figure.classes
     error, share = figure.standard_error(), min(max(figure.value, 0.0), 1.0)
     if error is None:
         return None
-    trials = min(share * (1 - share) / error**2, parts * len(shares)) if error else classes
-    return wilson_interval(share * trials, trials, student_quantile(0.975, classes - 1))
-
-
-def wilson_interval(successes: float, trials: float, quantile: float | None = None) -> Interval:
-    z = NormalDist().inv_cdf(0.975) if quantile is None else quantile
-    share, weight = successes / trials, z * z / trials
+    trials = min(share * (1 - share) / error**2, parts * len(shares)) if error else figure.classes
+    z = student_quantile(0.975, figure.classes - 1)
+    successes, weight = share * trials, z * z / trials
+    share = successes / trials
     centre = (share + weight / 2) / (1 + weight)
     half = z * math.sqrt(share * (1 - share) / trials + weight / (4 * trials)) / (1 + weight)
     low, high = max(0.0, centre - half), min(1.0, centre + half)
     return (low if successes else 0.0), (high if successes < trials else 1.0)
-
-
-def figure_as_dict(value: float, interval: Interval | None) -> dict[str, Any]:
-    """Plain data: `value` and `interval` (None with fewer than 2 classes)."""
-    return {"value": value, "interval": as_list(interval)}
-
-
-def as_list(interval: Interval | None) -> list[float] | None:
-    return None if interval is None else list(interval)
 
 
 def polynomial(rows: Tensor, others: Tensor) -> Tensor:
@@ -185,9 +172,6 @@ def kernel_distance(
     interval, and time grows linearly with n. The usual figure is the mean over random subsets instead, which differs
     from this one by its chance.
     """
-    if len(features) < 2 or len(reference) < 2:
-        fewest = min(len(features), len(reference))
-        raise ElfattError(f"{fewest} images have no kernel distance; it needs at least 2.")
     within = kernel_within(reference, kernel) if within is None else within
     count = len(features)
     blocks = -(-count // KERNEL_SAMPLE)
@@ -221,6 +205,72 @@ def _mean_to_others(images: Tensor, kernel: Kernel) -> Tensor:
                 total[columns] += values.sum(0)
             total[rows] += values.sum(1)
     return total / (len(images) - 1)
+
+
+def cmmd(features: Features, reference: Features, groups: Groups) -> Estimate:
+    """CMMD (Jayasumana et al. 2024): 1000 times the squared discrepancy of unit features under a Gaussian kernel."""
+    found, known = (nn.functional.normalize(take(each, slice(None)), dim=1) for each in (features, reference))
+    distance = kernel_distance(found, known, groups, kernel=gaussian)
+    return Estimate(distance.value * CMMD_SCALE, distance.moves * CMMD_SCALE)
+
+
+# Kynkaanniemi et al. 2019; Naeem et al. 2020. With r(x) the distance of x to its k-th neighbour within its own set,
+# over images x and reference images y:
+#     precision = mean over x of [some y has |x - y| <= r(y)]
+#     density   = mean over x of the number of y with |x - y| <= r(y), divided by k
+#     recall    = mean over y of [some x has |x - y| <= r(x)]
+#     coverage  = mean over y of [some x has |x - y| <= r(y)]
+# Precision and density are means over images. Recall and coverage are not: their moves are what they lose or gain
+# without each class, its images neither there nor neighbours of others.
+def neighbour_figures(features: Features, reference: Features, groups: Groups) -> dict[str, Estimate]:
+    """Return precision, recall, density and coverage, and how far each class of images moves them."""
+    check_enough(min(len(features), len(reference)))
+    images, known = take(features, slice(None)).float(), take(reference, slice(None)).float()
+    classes, place = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True)
+    radii = _nearest(known, NEIGHBOURS + 1)[0][:, -1]
+    # of one class, no more are left out; the first neighbour is the image itself
+    own, indices = _nearest(images, min(NEIGHBOURS + 1 + int(torch.bincount(place).max()), len(images)))
+    own_radii, own_classes = own[:, NEIGHBOURS], place[indices[:, 1:]]
+    counts = torch.zeros(len(images), dtype=torch.float64, device="cpu")
+    # the reference images that each class reaches; those that others reach only without it
+    covered, recalled, gained = torch.zeros(3, len(classes), len(known), dtype=torch.bool, device="cpu")
+    for rows in torch.split(torch.arange(len(images), device="cpu"), PIECE):
+        far = torch.cdist(images[rows], known)
+        counts[rows] = (far <= radii).sum(1).double()
+        for row, number, distances in zip(rows.tolist(), place[rows].tolist(), far, strict=True):
+            covered[number] |= distances <= radii
+            recalled[number] |= distances <= own_radii[row]
+            # without a class that some of its neighbours are of, an image's own radius is wider
+            for without in set(own_classes[row, :NEIGHBOURS].tolist()) - {number}:
+                left = own[row, 1:][own_classes[row] != without]
+                if len(left) >= NEIGHBOURS:
+                    gained[without] |= distances <= left[NEIGHBOURS - 1].item()
+    return {
+        "Precision": Estimate.mean((counts > 0).double(), groups),
+        "Recall": _reached(recalled, gained),
+        "Density": Estimate.mean(counts / NEIGHBOURS, groups),
+        "Coverage": _reached(covered, torch.zeros_like(covered, device="cpu")),
+    }
+
+
+def check_enough(count: int) -> None:
+    """Refuse a set that has not more images than neighbours."""
+    if count <= NEIGHBOURS:
+        raise ElfattError(f"metric 'prdc' needs more than {NEIGHBOURS} images and reference images; there are {count}.")
+
+
+def _nearest(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Distances and indices `[n, count]` of the nearest of all points to each, itself the first."""
+    found = [torch.cdist(part, points).topk(count, largest=False) for part in torch.split(points, PIECE)]
+    return torch.cat([each.values for each in found]), torch.cat([each.indices for each in found])
+
+
+def _reached(by: Tensor, gained: Tensor) -> Estimate:
+    """The fraction of reference images that is reached, and by how much each class moves it."""
+    times = by.sum(0)
+    value = (times > 0).double().mean().item()
+    without = [((times > own.int()) | more).double().mean() for own, more in zip(by, gained, strict=True)]
+    return Estimate(value, left_out(torch.stack(without))[None])
 
 
 class FeatureStatistics:
@@ -270,19 +320,10 @@ class FeatureStatistics:
         with atomic_file(path) as file:
             np.savez(file, mu=self.mean.numpy(), sigma=self.covariance.numpy(), count=np.int64(self.count))
 
-    @classmethod
-    def load(cls, path: Path) -> FeatureStatistics:
-        mean, covariance, count = load_moments(path)
-        if count is None:
-            raise ElfattError(f"{path} has no count; accepted is a file with mu, sigma and count.")
-        return cls.from_moments(mean, covariance, count)
-
 
 def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     """Read `mu` `[d]` and `sigma` `[d, d]` from an `.npz` of this or another tool, and `count` where it is given."""
     try:
-        if os.path.isfile(path) and not zipfile.is_zipfile(path):  # NumPy would say how to run the code of a pickle
-            raise ValueError("it is not an archive of arrays")
         with load_plain(path) as data:
             arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))
             mean, covariance = map(torch.from_numpy, arrays)

@@ -31,7 +31,7 @@ class ToyClassifier(nn.Module):
         self.heads = nn.ModuleDict({name: nn.Linear(FEATURES, len(values)) for name, values in ATTRIBUTES.items()})
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute penultimate features."""
+        """Penultimate features `[n, 64]` of images in [0, 1], or of uint8."""
         pixels = images.float() / 255 if images.dtype == torch.uint8 else images
         return self.features(functional.avg_pool2d(pixels, 2))
 
@@ -56,10 +56,6 @@ def load_feature_extractor(device: str | torch.device = "cpu", path: str | Path 
     """The trained classifier, in evaluation mode and float32."""
     from safetensors.torch import load_file
 
-    from elfatt_sd.errors import ElfattError
-
-    if not Path(path).is_file():
-        raise ElfattError(f"no classifier at {path}; accepted is a file that the toy's recipe writes")
     model = ToyClassifier()
     model.load_state_dict({name: value.float() for name, value in load_file(path).items()})
     return model.requires_grad_(False).eval().to(device)

@@ -130,10 +130,9 @@ def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "
         return Measure("SSIM", ssim, best=1.0, digits=3)
     if weights is None:
         raise ElfattError(f"metric={metric!r} needs weights; give torchvision's file of the network as weights.")
-    from elfatt_sd.evaluation.metrics.base import Batch
-    from elfatt_sd.evaluation.metrics.closeness import load_dists, load_lpips
+    from elfatt_sd.evaluation.metrics import Batch, load_closeness
 
-    network = {"lpips": load_lpips, "dists": load_dists}[metric](Path(weights), device)
+    network = load_closeness(metric, Path(weights), device)
 
     def distance(first: Image.Image, second: Image.Image) -> float:
         return float(network.measure(Batch(_tensor(second)[None], ("",), _tensor(first)[None])))

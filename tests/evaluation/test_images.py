@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,12 +40,12 @@ def test_latents_do_not_depend_on_batches_rows_or_dtype(protocol: Protocol) -> N
     assert torch.equal(start_noise(pipe, protocol, [3])["latents"], together[:1].to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_pixels_are_rounded_in_full_precision(dtype: torch.dtype) -> None:
+def test_pixels_are_rounded_in_full_precision() -> None:
     """As diffusers does; half precision has no 255 levels, and all that it rounds wrongly comes out darker."""
-    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images.float()))[0]
-    assert np.array_equal(to_uint8(images)[0].numpy(), np.asarray(expected))
+    for dtype in (torch.float16, torch.bfloat16):
+        images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        expected = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images.float()))[0]
+        assert np.array_equal(to_uint8(images)[0].numpy(), np.asarray(expected))
 
 
 def test_the_untouched_pipeline_takes_another_backend(protocol: Protocol) -> None:
@@ -57,21 +57,12 @@ def test_the_untouched_pipeline_takes_another_backend(protocol: Protocol) -> Non
         assert "ElfattProcessor" not in {type(each).__name__ for each in pipe.unet.attn_processors.values()}
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (0.0, "image 7 is black"),
-        (0.5, "image 7 is of one colour"),
-        (float("nan"), "not finite"),
-        (float("inf"), "not finite"),
-        (torch.tensor([0.2, 0.4, 0.6])[:, None, None].expand(3, 4, 4), "of one colour"),
-    ],
-)
-def test_bad_images_are_told(value: Any, message: str) -> None:
+def test_bad_images_are_named() -> None:
     good = torch.linspace(0, 1, 48).reshape(1, 3, 4, 4)
     check_images(good, [6])
-    with pytest.raises(ElfattError, match=message):
-        check_images(torch.cat([good, torch.zeros(1, 3, 4, 4) + value]), [6, 7])
+    for value, message in ((0.0, "image 7 is black"), (math.nan, "image 7 .*not finite")):
+        with pytest.raises(ElfattError, match=message):
+            check_images(torch.cat([good, torch.full((1, 3, 4, 4), value)]), [6, 7])
 
 
 def test_the_peer_is_deterministic_and_leaves_no_trace(protocol: Protocol) -> None:
@@ -103,44 +94,36 @@ def test_schedulers_by_name(tmp_path: Path, model: Path) -> None:
     plms = runs.small_protocol(tmp_path, model, "scheduler=PLMS")
     pipe.scheduler.register_to_config(skip_prk_steps=False)  # as of a model that is not stored with PLMS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elfatt_sd.loading.load_pipeline", lambda *_, **__: pipe)
+        patch.setattr(images_module, "load_pipeline", lambda *_, **__: pipe)
         generate.load_protocol_pipeline(plms)
     pipe.scheduler.set_timesteps(4)
     assert type(pipe.scheduler).__name__ == "PNDMScheduler"
     assert len(pipe.scheduler.timesteps) == 5  # PLMS visits its second step twice; Runge and Kutta would need more
-    wrong = runs.small_protocol(tmp_path, model, "scheduler=Eulerish")
-    with pytest.raises(ElfattError, match="'Eulerish' is not known"):
-        generate.load_protocol_pipeline(wrong)
 
 
-@pytest.mark.parametrize(
-    "name", ["SchedulerMixin", "RePaintScheduler", "FlowMatchEulerDiscreteScheduler", "IPNDMScheduler"]
-)
+@pytest.mark.parametrize("name", ["Eulerish", "SchedulerMixin", "RePaintScheduler", "FlowMatchEulerDiscreteScheduler"])
 def test_a_dry_run_tells_that_a_scheduler_does_not_fit(tmp_path: Path, model: Path, name: str) -> None:
     protocol = runs.small_protocol(tmp_path, model, f"scheduler={name}")
     (told,) = [line for line in obstacles(Run(tmp_path / "run", protocol)) if "scheduler" in line]
-    assert told.startswith(f"scheduler='{name}' does not fit the model's PNDMScheduler: ")
-    assert told.endswith("; accepted: stored, PLMS, or a scheduler class of diffusers for such a model.")
+    reason = "is not known" if name == "Eulerish" else "does not fit the model's PNDMScheduler: "
+    assert told.startswith(f"scheduler='{name}' {reason}")
+    assert "accepted: ddim, " in told
 
 
-def test_a_log_tells_the_time_left_however_long_a_batch_takes(
+def test_a_log_tells_the_time_left_and_of_whose_share(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr("elfatt_sd.progress.time.monotonic", lambda: clock[0])
-    with image_progress(100, shown=True) as advance:
+    with image_progress(100, shares=2, shown=True) as advance:
         advance(0, "sd")
         for _ in range(4):
             clock[0] += 45  # seconds for 10 images
             advance(10, "sd")
-        advance(0, "tome")
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "generate: sd, 0 of 100 images done"
-    assert lines[-1] == "generate: tome, 40 of 100 images done, about 0:04:30 left"
-    assert len(lines) == 4  # one for each row, and of the batches not more than one a minute
-    with image_progress(50, shares=2, shown=True) as advance:
-        advance(0, "sd")
-    assert capsys.readouterr().err == "generate: sd, 0 of 50 images of process 1 of 2 done\n"
+    assert lines[0] == "generate: sd, 0 of 100 images of process 1 of 2 done"
+    assert lines[-1] == "generate: sd, 40 of 100 images of process 1 of 2 done, about 0:04:30 left"
+    assert len(lines) == 3  # not more than one a minute
 
 
 def test_processes_that_would_make_other_images_are_refused(
@@ -157,38 +140,26 @@ def test_processes_that_would_make_other_images_are_refused(
         generate._check_processes(environment, protocol.cells)
 
 
-def test_another_specification_is_refused_with_the_difference(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+def test_another_specification_weights_and_code_are_refused(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only the untouched rows are there, the run goes on, and says which code made the others."""
     run_dir, protocol = made
     other = runs.small_protocol(tmp_path, Path(protocol.model), "steps=5", "guidance=2.0")
-    with pytest.raises(ElfattError) as error:
+    with pytest.raises(ElfattError, match="another specification") as error:
         make(run_dir, other)
-    refused = ("another specification", "steps: 4 there, 5 here", "guidance: 7.5 there, 2.0 here", f"--reuse {run_dir}")
-    for part in refused:
+    for part in ("steps: 4 there, 5 here", "guidance: 7.5 there, 2.0 here", f"--reuse {run_dir}"):
         assert part in str(error.value)
-
-
-def test_other_weights_are_refused(made: tuple[Path, Protocol], tmp_path: Path) -> None:
-    run_dir, protocol = made
-    copy = tmp_path / "run"
-    shutil.copytree(run_dir, copy)
-    row_of(copy, protocol.cells[-1]).manifest.unlink()
+    refused, goes_on = (Path(shutil.copytree(run_dir, tmp_path / name)) for name in ("refused", "goes_on"))
+    row_of(refused, protocol.cells[-1]).manifest.unlink()
+    shutil.rmtree(row_of(goes_on, protocol.cells[2]).folder)
     pipe = tiny.sd15(tmp_path)
     with torch.no_grad():
         pipe.unet.conv_in.bias += 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generate, "load_protocol_pipeline", lambda *_: pipe)
         with pytest.raises(ElfattError, match=r"images come out differently \(model_sha256"):
-            make(copy, protocol)
-
-
-def test_other_code_is_refused_where_it_has_made_images(
-    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where only the untouched rows are there, the run goes on, and says which code made the others."""
-    run_dir, protocol = made
-    refused, goes_on = (Path(shutil.copytree(run_dir, tmp_path / name)) for name in ("refused", "goes_on"))
-    row_of(refused, protocol.cells[-1]).manifest.unlink()
-    shutil.rmtree(row_of(goes_on, protocol.cells[2]).folder)
+            make(refused, protocol)
     monkeypatch.setattr(
         generate, "image_environment", lambda *args: {**image_environment(*args), "method_sha256": "of other code"}
     )
@@ -215,18 +186,17 @@ def test_the_hashed_modules_are_all_that_a_patch_imports() -> None:
                     assert found in idle or found.startswith(hashed), f"{name} imports {found}"
 
 
-@pytest.mark.parametrize(
-    ("part", "changed"),
-    [("unet", {"attention_head_dim": 4}), ("vae", {"scaling_factor": 0.5}), ("scheduler", {"steps_offset": 7})],
-)
-def test_settings_of_parts_belong_to_the_model(protocol: Protocol, part: str, changed: dict[str, float]) -> None:
+def test_settings_of_parts_belong_to_the_model(protocol: Protocol) -> None:
     """And tokenizers count by what they make of the prompts."""
     pipe = generate.load_protocol_pipeline(protocol)
     before = image_environment(protocol, pipe)
     assert image_environment(protocol, generate.load_protocol_pipeline(protocol)) == before
-    getattr(pipe, part).register_to_config(**changed)
-    now = image_environment(protocol, pipe)
-    assert [name for name in now if now[name] != before[name]] == ["model_sha256"]
+    changes = (("unet", "attention_head_dim", 4), ("vae", "scaling_factor", 0.5), ("scheduler", "steps_offset", 7))
+    for part, name, value in changes:
+        getattr(pipe, part).register_to_config(**{name: value})
+        now = image_environment(protocol, pipe)
+        assert [key for key in now if now[key] != before[key]] == ["model_sha256"]
+        before = now
     pipe.tokenizer.model_max_length -= 1
     assert image_environment(protocol, pipe)["prompts_sha256"] != before["prompts_sha256"]
 

@@ -21,6 +21,7 @@ from elfatt_sd.evaluation.prompts import (
 )
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import same_images
+from elfatt_sd.toy.renderer import CLASS_PROMPTS
 
 
 def write(folder: Path, name: str, content: str | bytes) -> str:
@@ -29,7 +30,7 @@ def write(folder: Path, name: str, content: str | bytes) -> str:
     return str(path)
 
 
-def test_imagenet_has_1000_classes_with_distinct_names() -> None:
+def test_labels_of_imagenet_of_the_toy_and_of_files(tmp_path: Path) -> None:
     labels = load_labels("imagenet1k")
     assert [label.index for label in labels] == list(range(1000))
     assert len({label.name.lower() for label in labels}) == len({label.wnid for label in labels}) == 1000
@@ -37,11 +38,6 @@ def test_imagenet_has_1000_classes_with_distinct_names() -> None:
     names = [label.name for label in labels]
     assert (names[134], names[517]) == ("crane bird", "construction crane")
     assert {"maillot", "crane", "sunglass", "Cardigan"}.isdisjoint(names)
-
-
-def test_labels_of_the_toy_and_of_files(tmp_path: Path) -> None:
-    from elfatt_sd.toy.renderer import CLASS_PROMPTS
-
     assert [label.name for label in load_labels("toy")] == list(CLASS_PROMPTS)
     lines = write(tmp_path, "labels.txt", "a cat\n\n  a dog \n")
     table = write(tmp_path, "labels.csv", '\ufeffwnid,name\nn1,"lynx, spotted"\n')
@@ -58,73 +54,60 @@ def test_templates() -> None:
             label_texts(labels, template)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "reason"),
-    [
-        ("empty.txt", b"", "empty"),
-        ("blank.txt", b"\n  \n", "empty"),
-        ("empty.csv", b"", "empty"),
-        ("twice.txt", b"cat\ncat\n", "'cat' twice"),
-        ("column.csv", b"title\ncat\n", "columns title"),
-        ("quote.csv", b'name\n"cat\ndog\nowl\n', r"quote\.csv, line 1 is damaged"),
-        ("more.csv", b"name\ncrane, bird\n", r"more\.csv, line 2 has more fields"),
-        ("latin.txt", "é".encode("latin-1"), "cannot be read"),
-        ("", b"", "accepted: imagenet1k, toy"),
-    ],
-)
-def test_bad_label_files(tmp_path: Path, name: str, content: bytes, reason: str) -> None:
-    with pytest.raises(ElfattError, match=reason):
-        load_labels(write(tmp_path, name, content) if name else "imagenet22k")
-
-
-def test_lines(tmp_path: Path) -> None:
+def test_prompts_of_lines_and_tables(tmp_path: Path) -> None:
     """A prompt may hold other marks that end lines; forms of one character make no other cluster."""
-    file = write(
-        tmp_path, "p.txt", '\ufeffa cat\r\n\r\n  two\u2028dogs, a "b" \nA  cat\na cafe\u0301\na caf\u00e9\na cafe'
-    )
-    found = read_prompts(PromptFile(file))
+    lines = '\ufeffa cat\r\n\r\n  two\u2028dogs, a "b" \nA  cat\na cafe\u0301\na caf\u00e9\na cafe'
+    found = read_prompts(PromptFile(write(tmp_path, "p.txt", lines)))
     assert found[:3] == [(0, "a cat"), (1, 'two\u2028dogs, a "b"'), (0, "A  cat")]
     assert [cluster for cluster, _ in found[3:]] == [2, 2, 3]
-
-
-def test_tables(tmp_path: Path) -> None:
     rows = 'Category,Prompts\nbirds,"an owl,\nat night"\ncats,a lynx\nbirds,a wren\n'
     source = PromptFile(write(tmp_path, "drawbench.csv", rows), cluster="Category")
     assert read_prompts(source) == [(0, "an owl,\nat night"), (1, "a lynx"), (0, "a wren")]
     tabs = write(tmp_path, "parti.tsv", "Prompt\tNote\tlong\na cat\tx\ta small cat\n")
     assert read_prompts(PromptFile(tabs)) == [(0, "a cat")]
     assert read_prompts(PromptFile(tabs, column="long")) == [(0, "a small cat")]
+    for name in PROMPT_LISTS:
+        listed = read_prompts(PromptFile(name))
+        assert len({cluster for cluster, _ in listed}) == len(listed) >= 30, "enough for verdicts"
+        assert len({cluster for cluster, _ in read_prompts(PromptFile(name, cluster="category"))}) < len(listed)
 
 
-@pytest.mark.parametrize("name", PROMPT_LISTS)
-def test_lists_in_the_package(name: str) -> None:
-    found = read_prompts(PromptFile(name))
-    assert len({cluster for cluster, _ in found}) == len(found) >= 30  # enough for verdicts
-    assert len({cluster for cluster, _ in read_prompts(PromptFile(name, cluster="category"))}) < len(found)
+LABELS: list[tuple[str, str | bytes, str]] = [
+    ("empty.txt", "", "empty"),
+    ("blank.txt", "\n  \n", "empty"),
+    ("empty.csv", "", "empty"),
+    ("twice.txt", "cat\ncat\n", "'cat' twice"),
+    ("column.csv", "title\ncat\n", "columns title"),
+    ("quote.csv", 'name\n"cat\ndog\nowl\n', r"quote\.csv, line 1 is damaged"),
+    ("more.csv", "name\ncrane, bird\n", r"more\.csv, line 2 has more fields"),
+    ("latin.txt", "é".encode("latin-1"), "cannot be read"),
+    ("", "", "accepted: imagenet1k, toy"),
+]
+FILES: list[tuple[str, str | bytes, dict[str, str], str]] = [
+    ("a.txt", " \n\n", {}, "no prompt"),
+    ("a.txt", "é".encode("latin-1"), {}, "UTF-8"),
+    ("a.txt", "a cat\n".encode("utf-16-le"), {}, "NUL"),
+    ("a.txt", "a\n", {"cluster": "x"}, "need a table"),
+    ("a.csv", "", {}, "no prompt"),
+    ("a.csv", "title\na\n", {}, "has the columns title"),
+    ("a.csv", "prompt\na\n", {"cluster": "kind"}, "no column 'kind'"),
+    ("a.csv", "prompt,kind\na\n", {"cluster": "kind"}, "line 2 has nothing in column 'kind'"),
+    ("a.csv", "prompt,kind\n,x\n", {}, "line 2 has nothing in column 'prompt'"),
+    ("a.csv", "prompt\na,b\n", {}, "line 2 has more fields"),
+    ("a.csv", 'prompt\n"a"b\n', {}, "damaged"),
+    ("a.jsonl", '{"prompt": "a"}\n', {}, "is JSON, which is not read; give a text file, .csv or .tsv"),
+    ("", "", {}, "is not a file"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "options", "reason"),
-    [
-        ("a.txt", " \n\n", {}, "no prompt"),
-        ("a.txt", "é".encode("latin-1"), {}, "UTF-8"),
-        ("a.txt", "a cat\n".encode("utf-16-le"), {}, "NUL"),
-        ("a.txt", "a\n", {"cluster": "x"}, "need a table"),
-        ("a.csv", "", {}, "no prompt"),
-        ("a.csv", "title\na\n", {}, "has the columns title"),
-        ("a.csv", "prompt\na\n", {"cluster": "kind"}, "no column 'kind'"),
-        ("a.csv", "prompt,kind\na\n", {"cluster": "kind"}, "line 2 has nothing in column 'kind'"),
-        ("a.csv", "prompt,kind\n,x\n", {}, "line 2 has nothing in column 'prompt'"),
-        ("a.csv", "prompt\na,b\n", {}, "line 2 has more fields"),
-        ("a.csv", 'prompt\n"a"b\n', {}, "damaged"),
-        ("a.jsonl", '{"prompt": "a"}\n', {}, "is JSON, which is not read; give a text file, .csv or .tsv"),
-        ("", "", {}, "is not a file"),
-    ],
-)
-def test_what_is_refused(tmp_path: Path, name: str, content: str | bytes, options: dict[str, str], reason: str) -> None:
-    with pytest.raises(ElfattError, match=reason) as raised:
-        read_prompts(PromptFile(write(tmp_path, name, content) if name else "absent.txt", **options))
-    assert "\n" not in str(raised.value)
+def test_what_is_refused(tmp_path: Path) -> None:
+    for name, content, reason in LABELS:
+        with pytest.raises(ElfattError, match=reason):
+            load_labels(write(tmp_path, name, content) if name else "imagenet22k")
+    for name, content, options, reason in FILES:
+        with pytest.raises(ElfattError, match=reason) as raised:
+            read_prompts(PromptFile(write(tmp_path, name, content) if name else "absent.txt", **options))
+        assert "\n" not in str(raised.value)
 
 
 def of_file(folder: Path, model: Path, *more: str) -> Protocol:
@@ -150,18 +133,18 @@ def test_prompts_and_clusters_are_part_of_the_run(tmp_path: Path, model: Path) -
     assert Protocol.from_dict(plain.to_dict()) == plain
     pipe = load_protocol_pipeline(plain)
     before, other = image_environment(plain, pipe), image_environment(clustered, pipe)
-    assert any("prompts_sha256" in line for line in same_images(before, other, plain.cells))
     path = Path(plain.prompts.file) if plain.prompts else tmp_path
     path.write_text(path.read_text().replace("lynx", "bobcat"))
     after = image_environment(plain, pipe)
-    assert any("prompts_sha256" in line for line in same_images(before, after, plain.cells))
+    for now in (other, after):
+        assert any("prompts_sha256" in line for line in same_images(before, now, plain.cells))
     assert before["prompts_file"]["sha256"] != after["prompts_file"]["sha256"]
     data = runs.small_protocol(tmp_path, model).to_dict()  # without a file the identity is what it was before files
     old = {key: value for key, value in data.items() if key != "prompts"}
     assert Protocol.from_dict(old).identity == Protocol.from_dict(data).identity
 
 
-@pytest.mark.parametrize(("offsets", "wrong"), [((4,), 4), ((5, 9), 9), ((5, 5), 5), ((5, 10), None), ((5,), None)])
+@pytest.mark.parametrize(("offsets", "wrong"), [((4,), 4), ((5, 9), 9), ((5, 5), 5), ((5, 10), None)])
 def test_null_rows_share_no_seed(tmp_path: Path, model: Path, offsets: tuple[int, ...], wrong: int | None) -> None:
     nulls = "".join(
         f'[[cells]]\nname = "null{index}"\nmethod = "sd"\nrole = "null"\nseed_offset = {offset}\n'

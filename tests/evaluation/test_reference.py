@@ -1,12 +1,14 @@
-"""The reference: one that is begun goes on, processes share it, and its cache is used as long as it holds."""
+"""Images of a reference and their statistics: what is taken, decoded, refused, kept, shared between processes."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,52 +17,35 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support import runs
-from support.runs import PHOTOS, build, encoded, expected_statistics, flat, photo, regions
+from support.runs import (
+    FILES,
+    KINDS,
+    PHOTOS,
+    WNIDS,
+    build,
+    classes,
+    encoded,
+    expected_statistics,
+    flat,
+    linked_classes,
+    parquet,
+    photo,
+    regions,
+    tables,
+)
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation import extraction, processes, reference
-from elfatt_sd.evaluation.extraction import SourceImages, extract, open_source
-from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.reference import Reference, Renders
-from elfatt_sd.evaluation.run import Run
+from elfatt_sd.evaluation import extraction, reference
+from elfatt_sd.evaluation.extraction import decode, extract, open_source
+from elfatt_sd.evaluation.reference import Renders, resized
 
 
-def test_cache_is_used_until_files_or_preprocessing_change(tmp_path: Path) -> None:
-    source, cache = flat(tmp_path), tmp_path / "cache"
-
-    def calls(**options: Any) -> int:
-        extractor = regions()
-        build(source, cache, extractor, **options)
-        return int(extractor.network.calls)  # type: ignore[arg-type]
-
-    assert calls() == PHOTOS
-    assert calls() == 0
-    assert calls(size=16, resize="crop") == PHOTOS
-    assert calls(size=16, resize="crop", filter="lanczos") == PHOTOS
-    changed = source / "ILSVRC2012_val_00000003.JPEG"
-    changed.write_bytes(encoded(photo(99)))
-    os.utime(changed, ns=(1, 1))
-    assert calls() == PHOTOS
-    assert not list(cache.rglob("*.part"))
-    assert not list(cache.rglob("chunk-*"))
-
-
-def test_another_count_must_be_allowed_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = flat(tmp_path)
-    with pytest.raises(ElfattError, match="has 12 images; accepted are 50000, or give --allow-count"):
-        build(source, tmp_path / "cache", count=50_000)
-    assert not (tmp_path / "cache").exists()
-    suffixes = [build(source, tmp_path / "cache", count=50_000, allow_count=True).metric_suffix]
-    suffixes += [build(source, tmp_path / "cache").metric_suffix]  # a protocol that names the number tells it, too
-    monkeypatch.setattr(reference, "FULL_COUNT", PHOTOS)
-    suffixes += [build(source, tmp_path / "cache").metric_suffix]
-    assert suffixes == [" (12 reference images)"] * 2 + [""]
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A dozen photos in a folder."""
+    return flat(tmp_path)
 
 
 @pytest.fixture
@@ -69,15 +54,276 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extraction, "BATCH", 2)
 
 
-def test_a_killed_computation_goes_on_and_gives_the_same_bits(tmp_path: Path, small_chunks: None) -> None:
-    source = flat(tmp_path)
-    whole = build(source, tmp_path / "whole")
-    for limit in (1, 7, 4):  # pictures until each kill
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_source_gives_the_same_statistics(kind: Callable[[Path], Path], tmp_path: Path) -> None:
+    place = kind(tmp_path)
+    found = build(place, tmp_path / "cache")
+    expected = expected_statistics()
+    assert (found.count, found.unreadable, found.metric_suffix) == (PHOTOS, [], " (12 reference images)")
+    torch.testing.assert_close(found.statistics.mean, expected.mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found.statistics.covariance, expected.covariance, rtol=1e-5, atol=1e-8)
+    assert found.sample is not None and found.sample.shape == (PHOTOS, 12)
+    if kind in (classes, linked_classes, parquet, tables):
+        kept = open_source(place, per_class=1).entries
+        assert len(kept) == len({entry.group for entry in kept}) == 3
 
-        def kill(_: str, done: int, __: int, begun: list[int] = [], limit: int = limit) -> None:  # noqa: B006
+
+def test_bad_sources(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("empty", "shards", "rubbish"):
+        (tmp_path / folder).mkdir()
+    names = ("val.tar", "bad.parquet", "shards/val-000.tar", "shards/val-001.tar", "rubbish/0.png", "rubbish/1.png")
+    for name in names:
+        (tmp_path / name).write_bytes(b"x" * 2000)
+    cases = (
+        ("", {}, "reference.source is missing"),
+        ("nowhere", {}, "does not exist; accepted: a folder of images, .*; unpack archives first"),
+        ("a\0b", {}, "does not exist"),
+        ("gone.npz", {}, "does not exist"),
+        ("empty", {}, "holds no image; accepted"),
+        ("val.tar", {}, "a file of another kind; .* unpack archives first"),
+        ("shards", {}, r"no image \(2 left out, being no images: val-000.tar, val-001.tar\); .* unpack archives first"),
+        ("bad.parquet", {}, "bad.parquet cannot be read"),
+        ("rubbish", {"count": 2}, "0 readable images; accepted are 2 or more; first: 0.png"),
+        ("flat", {"per_class": 5}, "no classes, which per_class=5 needs; give one folder per class"),
+        ("flat", {"count": 50_000}, "has 12 images; accepted are 50000, or give --allow-count"),
+        *(
+            ("flat", wrong, "accepted")
+            for wrong in ({"size": 8}, {"resize": "crop"}, {"size": 8, "resize": "fit"}, {"filter": "mitchell"})
+        ),
+    )
+    for name, options, reason in cases:
+        with pytest.raises(ElfattError, match=reason):
+            build(tmp_path / name if name else "", tmp_path / "cache", **options)
+    scan = os.scandir
+
+    def refuse(folder: Any) -> Any:
+        if Path(folder).name == WNIDS[1]:
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ElfattError, match=rf"{WNIDS[1]} cannot be read \(Permission denied\)"):
+        open_source(classes(tmp_path))
+
+
+def test_what_is_no_image_is_left_out_and_named(tmp_path: Path) -> None:
+    """What is hidden, and what tells of images, is passed over in silence; links that lead back count once."""
+    red = Image.new("RGB", (8, 8), "red")
+    files = {"cat/scan.gif": encoded(red, "GIF"), "cat/scan.txt": b"a caption", "dog/weights.bin": b"rubbish"}
+    files |= {"dog/map.pgm": encoded(red.convert("L"), "PPM"), "photo.avif": b"rubbish"}
+    hidden = [".ipynb_checkpoints/0.png", "cat/.thumbnails/0.png", "@eaDir/a.png", "dog/.partial.png", "dog/.DS_Store"]
+    for name, content in {**files, **dict.fromkeys(hidden, encoded(red, "PNG"))}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    place = tmp_path / "links"
+    place.mkdir()
+    for _ in range(30):  # 2^30 paths
+        (place / "a").mkdir()
+        os.symlink("a", place / "b")
+        place = place / "a"
+    (place / "1.png").write_bytes(encoded(red, "PNG"))
+    found = open_source(tmp_path)
+    assert [Path(entry.name).name for entry in found.entries] == ["scan.gif", "map.pgm", "1.png", "photo.avif"]
+    with pytest.raises(ElfattError, match=r"has 4 images \(1 left out, being no images: dog/weights.bin\)"):
+        build(tmp_path, tmp_path / ".cache", count=7)
+    (tmp_path / "cat/scan.gif").write_bytes(encoded(photo(1), "GIF"))
+    built = build(tmp_path, tmp_path / ".cache", count=4, allow_count=True)
+    assert built.description["left_out"] == "1 left out, being no images: dog/weights.bin"
+    assert built.unreadable == ["photo.avif (no image of a known kind)"]
+
+
+def test_tables_and_their_columns(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    def table(name: str, **columns: Any) -> Path:
+        pq.write_table(pa.table(columns), tmp_path / name, compression="none", use_dictionary=False)
+        return tmp_path / name
+
+    found = open_source(table("mask.parquet", mask=[b"no image"], image=[b"image"]))
+    assert found.read(found.entries[0]) == b"image"
+    with pytest.raises(ElfattError, match="has bytes in the columns before, after; accepted: one column"):
+        open_source(table("two.parquet", before=[b"1"], after=[b"2"]))
+    with pytest.raises(ElfattError, match="has no bytes in caption"):
+        open_source(table("none.parquet", caption=["a"]))
+    path = table("a.parquet", image=[b"image"], label=["name" * 9])  # labels are read before any image
+    content = bytearray(path.read_bytes())
+    start = content.index(b"name" * 9)
+    content[start - 40 : start + 36] = b"\xff" * 76
+    path.write_bytes(content)
+    with pytest.raises(ElfattError, match=r"a\.parquet cannot be read") as raised:
+        open_source(path)
+    assert "\n" not in str(raised.value)
+    folder = tables(tmp_path)
+    (folder / "one.png").write_bytes(encoded(photo(1), "PNG"))
+    (folder / "index.json").write_text("{}")
+    assert list(open_source(folder).left_out) == ["one.png"]
+
+
+def test_unreadable_pictures_are_named_and_counted(source: Path, tmp_path: Path) -> None:
+    torn, empty = (f"ILSVRC2012_val_0000000{number}.JPEG" for number in (2, 5))
+    (source / torn).write_bytes(FILES[torn][:200])
+    (source / empty).write_bytes(b"")
+    with pytest.raises(ElfattError, match=rf"2 images cannot be read, first {torn}") as told:
+        build(source, tmp_path / "cache")
+    (listed,) = (tmp_path / "cache").glob("*/reference.json")
+    assert str(listed) in str(told.value) and "--allow-count to go on with the other 10" in str(told.value)
+    found = build(source, tmp_path / "cache", allow_count=True)
+    assert (found.count, found.metric_suffix) == (10, " (10 reference images)")
+    assert json.loads(listed.read_text())["unreadable"] == found.unreadable
+    assert [line.split()[0] for line in found.unreadable] == [torn, empty]
+    assert found.unreadable[1].endswith("(the file is empty)")
+    left = {name: content for name, content in FILES.items() if name not in (torn, empty)}
+    torch.testing.assert_close(found.statistics.mean, expected_statistics(left).mean, rtol=1e-6, atol=1e-7)
+    (source / "a.JPEG").symlink_to(tmp_path / "nowhere")
+    (source / "b.JPEG").symlink_to(source / "b.JPEG")
+    os.mkfifo(source / "c.JPEG")  # would be waited for
+    lost, looping, pipe = build(source, tmp_path / "cache", allow_count=True).unreadable[2:]
+    assert "No such file" in lost and "b.JPEG" in looping and pipe == "c.JPEG (it is not a plain file)"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError("no memory")])
+def test_what_may_pass_is_not_kept(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A disk that does not answer once would leave its pictures out of every later run."""
+    answers = [error]
+
+    def once(content: bytes) -> Any:
+        if answers:
+            raise answers.pop()
+        return decode(content)
+
+    monkeypatch.setattr(extraction, "decode", once)
+    with pytest.raises((ElfattError, MemoryError), match=r"\.JPEG cannot be read: Input/output error; give|no memory"):
+        build(source, tmp_path / "cache", allow_count=True)
+    found = build(source, tmp_path / "cache")
+    assert (found.count, found.unreadable) == (PHOTOS, [])
+
+
+def test_images_are_decoded_as_pytorch_fid_and_clean_fid_do() -> None:
+    """Both take Pillow's conversion to RGB, which drops what is transparent; here that is laid over white."""
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
+    for mode in ("1", "L", "P", "RGB", "CMYK"):
+        content = encoded(Image.fromarray(pixels).convert(mode), "TIFF")
+        assert decode(content).tobytes() == Image.open(io.BytesIO(content)).convert("RGB").tobytes()
+    clear = encoded(Image.new("RGBA", (1, 1), (200, 0, 0, 0)), "PNG")
+    assert decode(clear).getpixel((0, 0)) == (255, 255, 255)
+    image = Image.new("RGB", (8, 4), "white")
+    exif = image.getexif()
+    exif[0x0112] = 6  # rotate by a quarter
+    assert decode(encoded(image, exif=exif)).size == (4, 8)
+    wide = Image.new("RGB", (60, 20), "red")
+    wide.paste("blue", (20, 0, 40, 20))
+    assert set(map(tuple, resized(wide, 10, "crop", "box").reshape(-1, 3).tolist())) == {(0, 0, 255)}
+    assert resized(wide, 10, "stretch", "bicubic").shape == (10, 10, 3)
+    assert resized(wide, 0, "none", "bicubic").shape == (20, 60, 3)
+
+
+def test_what_cannot_be_decoded_without_loss_is_refused() -> None:
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
+    deep = ((0.5, np.float32, "TIFF"), (40_000, np.uint16, "PPM"), (40_000, np.uint16, "PNG"), (7, np.int32, "TIFF"))
+    drawing = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\n"  # of another program's
+    animated = [encoded(frames[0], kind, save_all=True, append_images=frames[1:]) for kind in ("GIF", "PNG", "TIFF")]
+    cases = [(encoded(Image.fromarray(np.full((4, 4), value, kind)), form), "8 bits") for value, kind, form in deep]
+    cases += [(content, "2 frames or pages; accepted: one image a file") for content in animated]
+    for content, reason in [*cases, (drawing, r"a drawing \(EPS\), which has no pixels of its own")]:
+        with pytest.raises(OSError, match=reason):
+            decode(content)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+@pytest.mark.parametrize("thumbnail", [False, True])
+def test_a_jpeg_that_goes_on_as_zeros_is_refused(progressive: bool, thumbnail: bool) -> None:
+    """As a broken download leaves it; the end of a thumbnail is not that of the image."""
+
+    def jpeg(size: int, **options: Any) -> bytes:
+        pixels = np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8)
+        return encoded(Image.fromarray(pixels), "JPEG", **options)
+
+    whole = jpeg(64, progressive=progressive, **({"exif": b"Exif\0\0" + jpeg(16)} if thumbnail else {}))
+    half = len(whole) * 2 // 3
+    assert decode(whole + b"more").size == (64, 64)
+    with pytest.raises(OSError, match="truncated"):
+        decode(whole[:half] + bytes(len(whole) - half))
+
+
+def test_pictures_of_different_and_of_large_sizes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need no resizing, and fewer go through the network together."""
+    for number, size in enumerate(((16, 24), (40, 16), (16, 24))):
+        (source / f"{number}.png").write_bytes(encoded(photo(number, size), "PNG"))
+    monkeypatch.setattr(extraction, "LARGEST_BATCH", 3 * 40 * 32)  # bytes of one
+    extractor, sizes = regions(), list[int]()
+    extractor.network.register_forward_hook(lambda module, given, out: sizes.append(len(out)))
+    assert build(source, tmp_path / "cache", extractor, count=PHOTOS + 3).count == PHOTOS + 3
+    assert sum(sizes) == PHOTOS + 3 and max(sizes) == 2
+
+
+def test_progress_is_told_once_a_minute(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what it is of and the time left; what was there before does not count as speed."""
+    clock, lines = [0.0], list[str]()
+    monkeypatch.setattr("elfatt_sd.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(extraction, "CHUNK", 4)
+    monkeypatch.setattr(extraction, "BATCH", 1)
+    slow = regions()
+    slow.network.register_forward_hook(lambda *_: clock.append(clock.pop() + 20))
+    for done, left in ((3, "3:00"), (11, "0:20")):
+        extract(open_source(source), slow, tmp_path / "rows", progress=extraction.every_minute(lines.append))
+        assert lines[0] == f"measuring: regions, {done} of 12 images done, about 0:0{left} left"
+        lines.clear()
+        (tmp_path / "rows" / "chunk-00002.npz").unlink()
+
+
+def test_sample_is_evenly_spaced_over_all_chunks(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: None
+) -> None:
+    monkeypatch.setattr(reference, "KERNEL_SAMPLE", 4)
+    found = build(source, tmp_path / "cache")
+    images = [np.array(decode(FILES[sorted(FILES)[place]])) for place in (0, 3, 6, 9)]
+    rows = [regions()(torch.from_numpy(image).permute(2, 0, 1)[None])[0] for image in images]
+    assert found.sample is not None
+    np.testing.assert_allclose(found.sample, torch.stack(rows).numpy(), rtol=1e-6)
+
+
+def test_cache_is_used_until_files_or_preprocessing_change(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+
+    def calls(**options: Any) -> int:
+        extractor = regions()
+        build(source, cache, extractor, **options)
+        return int(extractor.network.calls)  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(2) as pool:  # as two runs, of which the second waits for the first
+        assert sorted(pool.map(lambda _: calls(), range(2))) == [0, PHOTOS]
+    assert calls() == calls(count=50_000, allow_count=True) == 0
+    assert calls(size=16, resize="crop") == PHOTOS
+    assert calls(size=16, resize="crop", filter="lanczos") == PHOTOS
+    changed = source / "ILSVRC2012_val_00000003.JPEG"
+    changed.write_bytes(encoded(photo(99)))
+    os.utime(changed, ns=(1, 1))
+    assert calls() == PHOTOS
+    assert not [*cache.rglob("*.part"), *cache.rglob("chunk-*")]
+    monkeypatch.setattr(reference, "FULL_COUNT", PHOTOS)
+    assert build(source, cache).metric_suffix == ""
+    assert build(source, cache, size=16, resize="crop").metric_suffix == " (reference cropped to 16)"
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def test_a_killed_computation_goes_on_and_gives_the_same_bits(source: Path, tmp_path: Path, small_chunks: None) -> None:
+    whole = build(source, tmp_path / "whole")
+    for limit in (1, 4, 2):  # batches until each kill
+        begun: list[int] = []
+
+        def kill(_: str, done: int, __: int, begun: list[int] = begun, limit: int = limit) -> None:
             begun.append(done)
-            if len(begun) > limit / 2:
-                begun.clear()
+            if len(begun) >= limit:
                 raise Killed
 
         with pytest.raises(Killed):
@@ -88,36 +334,34 @@ def test_a_killed_computation_goes_on_and_gives_the_same_bits(tmp_path: Path, sm
     assert 0 < int(extractor.network.calls) < PHOTOS  # type: ignore[arg-type]
     assert torch.equal(resumed.statistics.mean, whole.statistics.mean)
     assert torch.equal(resumed.statistics.covariance, whole.statistics.covariance)
-    assert resumed.sample is not None
-    assert np.array_equal(resumed.sample, whole.sample)  # type: ignore[arg-type]
+    assert resumed.sample is not None and np.array_equal(resumed.sample, whole.sample)  # type: ignore[arg-type]
     assert resumed.identity == whole.identity
 
 
-def test_two_runs_share_one_reference(tmp_path: Path) -> None:
-    source = flat(tmp_path)
-    extractors = [regions(), regions()]
-
-    def work(extractor: Extractor) -> Reference:
-        return build(source, tmp_path / "cache", extractor)
-
-    with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(work, extractors))
-    assert sorted(int(extractor.network.calls) for extractor in extractors) == [0, PHOTOS]  # type: ignore[arg-type]
-    assert torch.equal(found[0].statistics.mean, found[1].statistics.mean)
-
-
-def test_processes_share_the_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: None) -> None:
-    pictures = SourceImages(open_source(flat(tmp_path)))
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a damaged zip open
+def test_chunks_are_shared_and_damaged_ones_are_made_anew(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_chunks: None
+) -> None:
+    pictures, calls = open_source(source), []
     alone = extract(pictures, regions(), tmp_path / "alone")
-    calls = []
+    whole = [path.read_bytes() for path in alone.chunks]
+    features = [rows for rows, _ in alone]
     for rank in (1, 0):  # in a launch they run at once, and wait for each other at the end
-        state = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=lambda: None)
+        state = SimpleNamespace(num_processes=2, process_index=rank)
         monkeypatch.setattr(extraction, "process_state", lambda state=state: state)
         extractor = regions()
         shared = extract(pictures, extractor, tmp_path / "shared")
         calls.append(int(extractor.network.calls))  # type: ignore[arg-type]
     assert calls == [5, 7]
-    assert [path.read_bytes() for path in shared.chunks] == [path.read_bytes() for path in alone.chunks]
+    assert [path.read_bytes() for path in shared.chunks] == whole
+    monkeypatch.undo()
+    monkeypatch.setattr(extraction, "CHUNK", 5)
+    other = io.BytesIO()
+    np.savez(other, features=features[2], unreadable=np.array("[1]"))
+    for path, content in zip(alone.chunks, (b"", b"PK\x03\x04 no zip", other.getvalue()), strict=True):
+        path.write_bytes(content)
+    again = [rows for rows, _ in extract(pictures, regions(), tmp_path / "alone")]
+    assert all(np.array_equal(*pair) for pair in zip(features, again, strict=True))
 
 
 LAUNCHED = """
@@ -160,9 +404,8 @@ leave_processes()
 """
 
 
-def test_processes_of_a_launch_agree_before_they_work(tmp_path: Path) -> None:
+def test_processes_of_a_launch_agree_before_they_work(source: Path, tmp_path: Path) -> None:
     """Two processes, as on two machines: with caches and pictures of their own, and with shared ones."""
-    source = flat(tmp_path)
     for rank in range(2):
         shutil.copytree(source, tmp_path / f"copy{rank}", copy_function=shutil.copyfile)  # with times of their own
     shutil.copytree(source, tmp_path / "copy00")
@@ -184,8 +427,7 @@ def test_processes_of_a_launch_agree_before_they_work(tmp_path: Path) -> None:
     assert "copy11 does not exist" in first["missing"]
     for said in (first, second):
         assert "is not the same in process 1 as in process 0 (names, sizes or times" in said["other times"]
-        assert "cannot be written" in said["no folder"]
-        assert "ELFATT_SD_CACHE" in said["no folder"]
+        assert "cannot be written" in said["no folder"] and "ELFATT_SD_CACHE" in said["no folder"]
         for case in ("shared", "finished"):
             torch.testing.assert_close(torch.tensor(said[case]), alone.statistics.mean.float(), rtol=1e-6, atol=1e-7)
         assert said["left"] == []
@@ -195,52 +437,19 @@ def test_processes_of_a_launch_agree_before_they_work(tmp_path: Path) -> None:
     )
 
 
-def test_an_interrupted_look_at_a_run_folder_does_not_close_it(
-    protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By Ctrl-C, and by SIGKILL, which leaves the file that was looked for."""
-    run_dir = tmp_path / "run"
-
-    def interrupted(value: Any) -> list[Any]:
-        if isinstance(value, tuple):
-            raise KeyboardInterrupt
-        return [value]
-
-    monkeypatch.setattr(processes, "among_others", lambda: True)
-    monkeypatch.setattr(processes, "gathered", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        processes.check_shared(run_dir, "run folder", "give --out a folder that all machines share")
-    assert not list(run_dir.iterdir())
-    (run_dir / ".seen-0123456789abcdef.part").touch()
-    Run(run_dir, protocol).check()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a damaged zip open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("content", [b"", b"half", b"{}", b"other"])
 @pytest.mark.parametrize("name", ["statistics.npz", "sample.npy", "reference.json"])
-def test_a_damaged_cache_is_made_anew(tmp_path: Path, name: str, content: bytes) -> None:
-    source, cache = flat(tmp_path), tmp_path / "cache"
-    before = build(source, cache)
-    (folder,) = cache.iterdir()
-    whole = (folder / name).read_bytes()
+def test_a_damaged_cache_is_made_anew(source: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    before = build(source, tmp_path / "cache")
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    whole = file.read_bytes()
     np.save(tmp_path / "other.npy", np.zeros((3, 3), dtype=np.float32))
     given = {b"half": whole[: len(whole) // 2], b"other": (tmp_path / "other.npy").read_bytes()}
-    (folder / name).write_bytes(given.get(content, content))
-    again = build(source, cache)
+    file.write_bytes(given.get(content, content))
+    again = build(source, tmp_path / "cache")
     assert torch.equal(before.statistics.covariance, again.statistics.covariance)
-    assert (folder / name).read_bytes() == whole
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_damaged_chunk_is_made_anew(tmp_path: Path, small_chunks: None) -> None:
-    pictures = SourceImages(open_source(flat(tmp_path)))
-    before = [features for features, _ in extract(pictures, regions(), tmp_path / "c")]
-    other = io.BytesIO()
-    np.savez(other, features=before[2], unreadable=np.array("[1]"))
-    for number, content in enumerate((b"", b"PK\x03\x04 no zip", other.getvalue())):
-        (tmp_path / "c" / f"chunk-{number:05d}.npz").write_bytes(content)
-    after = [features for features, _ in extract(pictures, regions(), tmp_path / "c")]
-    assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
+    assert file.read_bytes() == whole
 
 
 def test_statistics_of_another_tool(tmp_path: Path) -> None:
@@ -256,31 +465,6 @@ def test_statistics_of_another_tool(tmp_path: Path) -> None:
     assert build(tmp_path / "ours.npz", tmp_path).metric_suffix == " (12 reference images)"
     with pytest.raises(ElfattError, match="accepted are 50000"):
         build(tmp_path / "ours.npz", tmp_path, count=50_000)
-    np.savez(tmp_path / "wide.npz", mu=np.zeros(2048), sigma=np.eye(2048))
-    with pytest.raises(ElfattError, match="2048 features; extractor regions needs 12"):
-        build(tmp_path / "wide.npz", tmp_path)
-
-
-def test_renders_have_the_classes_of_the_prompts(tmp_path: Path) -> None:
-    from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES
-
-    chosen = [5, 1300, 5, 900]
-    renders = Renders(10, chosen)
-    labels, geometry = renders.scenes
-    names = [
-        tuple(values[place] for values, place in zip(ATTRIBUTES.values(), row, strict=True)) for row in labels.tolist()
-    ]
-    assert names == [CLASSES[chosen[place % 4]] for place in range(10)]
-    assert len({tuple(row) for row in geometry.tolist()}) == 10
-    assert torch.equal(Renders(10, chosen).scenes[1], geometry)
-    images = [image for image in renders.load(0, 2) if not isinstance(image, str)]
-    assert [(image.shape, image.dtype) for image in images] == [((256, 256, 3), np.uint8)] * 2
-    for source, count in (("renders:6", 6), ("toy", PHOTOS)):
-        found = build(source, tmp_path, count=count, classes=chosen)
-        assert (found.count, found.metric_suffix) == (count, "")
-    for wrong in ("renders:0", "renders:x", "renders:1"):
-        with pytest.raises(ElfattError, match="renders:COUNT"):
-            build(wrong, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -295,13 +479,33 @@ def test_renders_have_the_classes_of_the_prompts(tmp_path: Path) -> None:
         ({"sigma": np.eye(12) * 1e31}, "too large"),
         ({"sigma": np.zeros((12, 12))}, "one image over and over"),
         ({"sigma": np.ones((12, 12), dtype=object)}, "cannot be read"),
+        ({"sigma": np.eye(13)}, r"\(13, 13\)"),
         ({"mu": np.array(["1"] * 12)}, "cannot be read"),
         ({"mu": np.full(12, 1j)}, "cannot be read"),
+        ({"mu": np.zeros(48), "sigma": np.eye(48)}, "48 features; extractor regions needs 12"),
+        ("no archive", "cannot be read"),
     ],
 )
-def test_impossible_statistics_are_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
-    arrays = {"mu": np.zeros(12), "sigma": np.eye(12), "count": np.int64(PHOTOS)}
-    np.savez(tmp_path / "odd.npz", **(arrays | changed))
+def test_impossible_statistics_are_refused(tmp_path: Path, changed: Any, said: str) -> None:
+    if isinstance(changed, str):
+        (tmp_path / "odd.npz").write_text(changed)
+    else:
+        arrays = {"mu": np.zeros(12), "sigma": np.eye(12), "count": np.int64(PHOTOS)}
+        np.savez(tmp_path / "odd.npz", **(arrays | changed))
     with pytest.raises(ElfattError, match=said) as error:
         build(tmp_path / "odd.npz", tmp_path)
     assert "odd.npz" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_renders_have_the_classes_of_the_prompts(tmp_path: Path) -> None:
+    from elfatt_sd.toy.renderer import CLASSES, class_labels
+
+    chosen = [5, 1300, 5, 900]
+    renders = Renders(10, chosen)
+    labels, geometry = renders.scenes
+    assert torch.equal(labels, class_labels([CLASSES[chosen[place % 4]] for place in range(10)]))
+    assert len({tuple(row) for row in geometry.tolist()}) == 10
+    assert torch.equal(Renders(10, chosen).scenes[1], geometry)
+    assert [(image.shape, image.dtype) for image in renders.load(0, 2)] == [((256, 256, 3), np.uint8)] * 2
+    found = build("toy", tmp_path, count=6, classes=chosen)
+    assert (found.count, found.metric_suffix) == (6, "")

@@ -19,7 +19,7 @@ from elfatt_sd.cli import app
 from elfatt_sd.cli.evaluation import build_protocol
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation import extraction, generate, stages
-from elfatt_sd.evaluation.metrics.base import MetricChoice
+from elfatt_sd.evaluation.metrics import MetricChoice
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run
 
@@ -379,7 +379,7 @@ def test_a_full_disk_of_the_cache_is_a_failure(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "full"))
-    monkeypatch.setattr(extraction, "_write_chunk", full)
+    monkeypatch.setattr(extraction, "atomic_file", full)
     done = call("reference", file, *sets(full_overrides(workplace)))
     assert (done.code, len(done.err.splitlines())) == (1, 1)
     assert f"no space left on the disk of {tmp_path / 'full'}" in done.err

@@ -16,7 +16,7 @@ import torch
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase, methods
-from elfatt_sd.evaluation.metrics.base import MetricChoice, load_own
+from elfatt_sd.evaluation.metrics import MetricChoice, load_own
 from elfatt_sd.methods import Attention
 from elfatt_sd.methods.conformance import check
 

@@ -39,10 +39,6 @@ def endless(images: Tensor, prompts: list[str]) -> list[float]:
     return [float("inf")] * len(prompts)
 
 
-def complex_numbers(images: Tensor, prompts: list[str]) -> Tensor:
-    return brightness(images, prompts) + 1j
-
-
 def needs_a_word(images: Tensor, prompts: list[str], *, scale: float) -> Tensor:
     return brightness(images, prompts) * scale
 

@@ -1,0 +1,327 @@
+"""Further metrics of a run, besides distances, PSNR and SSIM: what a protocol's `[[metrics]]` ask for.
+
+Most give a number for every image: networks (LPIPS, DISTS, CLIP models), and functions of one's own,
+`package.module:function`. Those `OF_FEATURES` have no number for an image, but a figure of all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from elfatt_sd.devices import plain_defaults
+from elfatt_sd.drawing.running import tell_cut
+from elfatt_sd.errors import ElfattError, need
+from elfatt_sd.evaluation import features as vision
+from elfatt_sd.evaluation.extraction import Images
+from elfatt_sd.evaluation.features import Extractor, exact_float32
+from elfatt_sd.files import refused, sha256_of_code, sha256_of_data, sha256_of_file
+from elfatt_sd.progress import Progress
+
+Better = Literal["", "higher", "lower"]
+# What can be asked for by name, and what `weights` is for each; those with "" need none.
+KINDS = {
+    "lpips": "torchvision's file of AlexNet, VGG16 or SqueezeNet 1.1",
+    "dists": "torchvision's file of VGG16",
+    "clip-score": "the directory of a CLIP model",
+    "pickscore": "the directory of PickScore",
+    "hpsv2": "the directory of HPS v2, converted to a CLIP model of transformers",
+    "prdc": "",
+    "cmmd": "",
+}
+OF_FEATURES = ("prdc", "cmmd")
+_TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
+_LEAST_SIDE = {"lpips": 32}  # pixels of an image, of which the network's deepest layer has one left
+# Figures that a report has already: distances, and what compares with the untouched image.
+_TAKEN = re.compile(r"(FID|KID|FD|KD|PSNR|SSIM|cosine|accuracy)\b.*|cell|label|method|role|images|classes|failed", re.I)
+_AT_ONCE = 8  # images, and frames that go through a network together
+# The name of each network, a weight that only it has, and how the hash of torchvision's file begins.
+_NETWORKS = {
+    "alex": ("AlexNet", "features.10.weight", "7be5be79"),
+    "vgg": ("VGG16", "features.28.weight", "397923af"),
+    "squeeze": ("SqueezeNet", "features.3.squeeze.weight", "b8a52dc0"),
+}
+_BLOCKS = ((1, 0, 4), (2, 5, 9), (3, 10, 16), (4, 17, 23), (5, 24, 30))  # of VGG16: number, first layer, end
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some images of a row."""
+
+    images: Tensor  # uint8 `[n, f, 3, h, w]`
+    prompts: Sequence[str]  # n texts
+    # the baseline's images of the same latents, shaped alike; None unless the metric compares
+    untouched: Tensor | None = None
+
+    def by_image(self, values: Tensor) -> Tensor:
+        """Average one value per frame, `[n * f]`, over the frames of each image: `[n]`."""
+        return values.reshape(len(self.prompts), -1).mean(1)
+
+
+@dataclass(frozen=True)
+class ImageMetric:
+    """A metric that gives a number for every image."""
+
+    name: str  # in tables
+    measure: Callable[[Batch], Tensor]  # turns a `Batch` into n numbers
+    description: dict[str, Any] = field(default_factory=dict)  # everything that the numbers depend on, as plain data
+    # which values are better; empty where neither is, as for what compares with the untouched image
+    better: Better = ""
+    compares: bool = False  # whether it takes the untouched pipeline's images
+    # told of all prompts before the first images, so that it can say at once what it does not read
+    reads: Callable[[Sequence[str]], None] = lambda prompts: None
+
+    @property
+    def identity(self) -> str:
+        """Hash of all that decides the numbers besides the images."""
+        return sha256_of_data([self.name, self.description, self.better, self.compares])
+
+    def values(self, images: Images, baseline: Images | None, progress: Progress | None) -> Iterator[Tensor]:
+        """Yield one number for each image of a row, batch by batch."""
+        self.reads(images.texts)
+        sides = [images.stacks()] + ([baseline.stacks()] if baseline else [])
+        texts, done = iter(images.texts), 0
+        while prompts := list(itertools.islice(texts, _AT_ONCE)):
+            ours, *others = (torch.stack(list(itertools.islice(side, len(prompts)))) for side in sides)
+            yield self.measure(Batch(ours, prompts, *others)).cpu()
+            done += len(prompts)
+            if progress:
+                progress(f"{images.name}, {self.name}", done, len(images.texts))
+
+
+@dataclass(frozen=True)
+class MetricChoice:
+    """A metric."""
+
+    metric: str  # one of `KINDS`, or `package.module:function`, a function of one's own
+    weights: str = ""  # file or directory of its weights; `KINDS` says of what
+    name: str = ""  # of a function's metric in tables; empty takes the function's
+    # of a function's metric, which values are better: `higher` or `lower`; empty gives no verdict
+    better: Literal["", "higher", "lower"] = ""
+
+    def __post_init__(self) -> None:
+        own = ":" in self.metric
+        if not own and self.metric not in KINDS:
+            raise refused(f"metric={self.metric!r}", f"{', '.join(KINDS)}, or package.module:function")
+        wanted = "" if own else KINDS[self.metric]
+        if bool(wanted) != bool(self.weights):
+            accepted = f"weights, {wanted}" if wanted else "none: what a function needs, it loads itself"
+            raise refused(f"weights={self.weights!r} of metric {self.metric!r}", accepted)
+        for key, value in (("name", self.name), ("better", self.better)):
+            if value and not own:
+                raise refused(f"{key}={value!r} of metric {self.metric!r}", "a value for package.module:function only")
+
+
+def check_side(metric: str, height: int, width: int) -> None:
+    """Refuse images that are too small for a metric's network."""
+    least = _LEAST_SIDE.get(metric, 1)
+    if min(height, width) < least:
+        raise refused(f"metric={metric!r} of images of {height}x{width} pixels", f"{least} pixels or more on each side")
+
+
+def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[Extractor]) -> None:
+    """Check that there are features for the metrics that need some."""
+    for choice in choices:
+        if choice.metric == "prdc" and not extractors:
+            raise ElfattError("metric 'prdc' needs features; give an extractor and a reference.")
+        if choice.metric == "cmmd" and not any(extractor.name == "clip" for extractor in extractors):
+            raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")
+
+
+@plain_defaults()
+def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetric]:
+    """Load the metrics that give a number for every image."""
+    metrics = []
+    for choice in choices:
+        if ":" in choice.metric:
+            metrics.append(load_own(choice))
+        elif choice.metric not in OF_FEATURES:
+            load = load_closeness if choice.metric in ("lpips", "dists") else load_alignment
+            metrics.append(load(choice.metric, Path(choice.weights), device))
+    names = [metric.name for metric in metrics]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ElfattError(f"metrics give {twice!r} twice; leave one out, or give a function's another name.")
+    return metrics
+
+
+def load_own(choice: MetricChoice) -> ImageMetric:
+    """Import a function that gives a number for every image.
+
+    It is called as `function(images, prompts)` or, where it has a third parameter, `function(images, prompts,
+    untouched)`, which then has no value for the untouched pipeline itself. Parameters with a default are left at it,
+    but for one named `untouched`. `images` are uint8 `[n, 3, h, w]`, of clips
+    `[n, f, 3, h, w]`; `prompts` n texts; `untouched` the baseline's images of the same latents. It returns n numbers.
+    """
+    module, _, attribute = choice.metric.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+        parameters = inspect.signature(function).parameters.values()
+        source = inspect.getmodule(function)
+    except (Exception, SystemExit) as error:
+        raise ElfattError(f"metric={choice.metric!r} cannot be imported ({type(error).__name__}: {error}).") from error
+    wanted = [each for each in parameters if each.default is each.empty or each.name == "untouched"]
+    by_place = all(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in wanted)
+    if not by_place or len(wanted) not in (2, 3):
+        accepted = "function(images, prompts) or function(images, prompts, untouched)"
+        raise refused(f"metric={choice.metric!r} with ({', '.join(map(str, wanted))})", accepted)
+    name = choice.name or str(getattr(function, "__name__", choice.metric))
+    if _TAKEN.fullmatch(name):
+        raise ElfattError(f"name={name!r} of metric {choice.metric!r} is that of another figure; give another name.")
+    try:
+        code = sha256_of_code([inspect.getsource(source)]) if source else ""
+    except (OSError, TypeError, SyntaxError):  # of a function that is not written in Python
+        code = ""
+
+    def measure(batch: Batch) -> Tensor:
+        given = [batch.images] if batch.untouched is None or len(wanted) == 2 else [batch.images, batch.untouched]
+        images, *untouched = (each[:, 0] if each.shape[1] == 1 else each for each in given)
+        try:
+            values = torch.as_tensor(function(images, list(batch.prompts), *untouched), device="cpu")
+        except (Exception, SystemExit) as error:
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise ElfattError(f"metric={choice.metric!r} failed ({reason}); mend the function.") from error
+        count = len(batch.prompts)
+        if values.shape != (count,):
+            what = f"metric={choice.metric!r} with numbers of the shape {tuple(values.shape)}"
+            raise refused(what, f"one for each of {count} images")
+        return values.detach().cpu()
+
+    described = {"function": choice.metric, "code_sha256": code}
+    return ImageMetric(name, measure, described, better=choice.better, compares=len(wanted) == 3)
+
+
+def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
+    """Load CLIPScore, PickScore or HPS v2: the cosine of each frame with its prompt, scaled."""
+    from transformers import AutoTokenizer, CLIPModel
+
+    who = f"metric {kind!r}: {folder}"
+    config = vision.read_config(folder, who, ("clip",), "the directory of a CLIP model")
+    model = vision.read_model(folder, who, CLIPModel, config).eval().requires_grad_(False).to(device)
+    with vision.loading(who):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    seen = config.vision_config
+    recipe = vision.read_recipe("clip", folder, seen.image_size)
+    named = seen.hidden_size in vision.SIZES
+    shape = vision.model_title(seen, seen.image_size) if named else recipe["sha256"][:8]
+    title = f"CLIPScore ({shape})" if kind == "clip-score" else _TITLES[kind]
+    scale = float(model.logit_scale.detach().exp()) if kind == "pickscore" else 100.0
+    longest = model.config.text_config.max_position_embeddings
+    known: set[str] = set()  # prompts that were looked at: all rows have the same
+
+    def reads(prompts: Sequence[str]) -> None:
+        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
+        known.update(new)
+        tell_cut(f"prompts of {title}", new, longest - tokenizer.num_special_tokens_to_add(), tokenizer)
+
+    @torch.no_grad()
+    def measure(batch: Batch) -> Tensor:
+        options = {"padding": True, "truncation": True, "max_length": longest, "return_tensors": "pt"}
+        tokens = tokenizer(list(batch.prompts), **options)
+        given = {key: tokens[key].to(device) for key in ("input_ids", "attention_mask")}
+        parts = torch.split(batch.images.flatten(0, 1), _AT_ONCE)
+        with exact_float32(torch.device(device)):
+            texts = functional.normalize(model.text_projection(model.text_model(**given).pooler_output), dim=1)
+            pixels = (vision.to_input(part.to(device), "clip", recipe) for part in parts)
+            found = [model.visual_projection(model.vision_model(pixel_values=each).pooler_output) for each in pixels]
+        frames = functional.normalize(torch.cat(found), dim=1)
+        cosine = (frames * texts.repeat_interleave(len(frames) // len(texts), 0)).sum(1)
+        return batch.by_image((scale * cosine).clamp(min=0.0 if kind == "clip-score" else -scale))
+
+    return ImageMetric(title, measure, {"model": shape, **recipe}, better="higher", reads=reads)
+
+
+def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
+    """Load LPIPS (Zhang et al. 2018) or DISTS (Ding et al. 2020) as torchmetrics has them, on torchvision's weights.
+
+    The small weights on top, which make a classifier a metric, come with torchmetrics. Other weights than the published
+    ones stand in the name.
+    """
+    need(f"metric {kind!r}", "torchmetrics", "torchvision")
+    weights, networks = _read(path), _NETWORKS if kind == "lpips" else {"vgg": _NETWORKS["vgg"]}
+    net = next((net for net, (_, key, _) in networks.items() if key in weights), None)
+    if net is None:
+        raise ElfattError(f"weights {path} are of no network of {kind.upper()}; give {KINDS[kind]}.")
+    network: Any
+    if kind == "lpips":
+        from torchmetrics.functional.image.lpips import _LPIPS
+
+        network = _LPIPS(pretrained=True, net=net, pnet_rand=True)  # type: ignore[arg-type]
+        compare, classifier = functools.partial(network, normalize=True), network.net
+    else:
+        compare = classifier = network = _dists_network()
+    _fill(classifier, weights, path)
+    network.to(device).requires_grad_(False).eval()
+    digest, (title, _, known) = sha256_of_file(path), networks[net]
+    name = f"{kind.upper()} ({title})" if digest.startswith(known) else f"{kind.upper()} ({title}, {digest[:8]})"
+
+    @torch.no_grad()
+    def measure(batch: Batch) -> Tensor:
+        assert batch.untouched is not None
+        both = (torch.split(side.flatten(0, 1), _AT_ONCE) for side in (batch.images, batch.untouched))
+        with exact_float32(torch.device(device)):
+            pairs = ([part.to(device).float() / 255 for part in pair] for pair in zip(*both, strict=True))
+            parts = [compare(*pair).reshape(-1) for pair in pairs]
+        return batch.by_image(torch.cat(parts))
+
+    return ImageMetric(name, measure, {"sha256": digest}, compares=True)
+
+
+def _dists_network() -> Any:
+    """DISTS without the download of VGG16 that torchmetrics begins with."""
+    from torchmetrics.functional.image import dists
+    from torchvision.models.vgg import cfgs, make_layers
+
+    network: Any = dists.DISTSNetwork.__new__(dists.DISTSNetwork)
+    nn.Module.__init__(network)
+    layers, channels = make_layers(cfgs["D"], batch_norm=False), (64, 128, 256, 512)
+    for number, first, end in _BLOCKS:
+        block = nn.Sequential()
+        if number > 1:  # in place of the classifier's largest value
+            block.add_module(str(first - 1), dists.L2pooling(channels=channels[number - 2]))
+        for place in range(first, end):
+            block.add_module(str(place), layers[place])
+        network.add_module(f"stage{number}", block)
+    for name, values in (("mean", (0.485, 0.456, 0.406)), ("std", (0.229, 0.224, 0.225))):
+        network.register_buffer(name, torch.tensor(values, dtype=torch.float32, device="cpu").view(1, -1, 1, 1))
+    network.chns = [3, *channels, 512]
+    learnt = torch.load(dists._PATH_WEIGHT_DISTS, map_location="cpu", weights_only=True)
+    for name in ("alpha", "beta"):
+        network.register_parameter(name, nn.Parameter(learnt[name]))
+    return network
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    """Read a file of tensors by name; no code in it is run."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise TypeError(type(found).__name__)
+    except Exception as error:
+        raise ElfattError(f"weights {path} are not a file of tensors by name ({type(error).__name__}).") from error
+    return found
+
+
+def _fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Put a classifier's layers, `features.N`, where the metric's network has the same N."""
+    for name, parameter in network.named_parameters():
+        place = name.split(".", 2 if name.startswith("slices") else 1)[-1]  # behind `slice1.`, `stage1.` or `slices.0.`
+        if name in ("alpha", "beta"):
+            continue
+        found = weights.get(f"features.{place}")
+        if found is None or found.shape != parameter.shape:
+            shape = "no" if found is None else f"a {tuple(found.shape)}"
+            raise ElfattError(f"weights {path} have {shape} 'features.{place}'; wanted is {tuple(parameter.shape)}.")
+        with torch.no_grad():
+            parameter.copy_(found)
