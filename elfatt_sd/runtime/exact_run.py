@@ -17,7 +17,6 @@ from elfatt_sd.phases import Phase
 from elfatt_sd.runtime.call import Call, LayerCall
 from elfatt_sd.runtime.denoiser import Owner, Patch
 from elfatt_sd.runtime.layer import Layers, PatchedLayer, after_forward, choose_layers, device_of
-from elfatt_sd.runtime.memory import RunDraws
 from elfatt_sd.runtime.schedule import Position, Run, Schedule
 
 _PLACEHOLDER = PatchConfig(
@@ -76,7 +75,7 @@ class ExactRun:
         phase: Phase,
         step: int,
         config: PatchConfig = _PLACEHOLDER,
-        ahead: RunDraws | None = None,
+        ahead: Any = None,
     ) -> Any:
         """Return what a layer gives in place of its exact output; nothing is carried over from other layers."""
         states, call = state.call.states, Call(config, step)
