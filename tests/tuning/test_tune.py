@@ -213,7 +213,7 @@ def likeness(first: Any, second: Any) -> float:
         ({"closeness": 30, "memory": 1000}, "PSNR"),
         ({"closeness": 30, "memory": 0.001}, None),
     ],
-    ids=str,
+    ids=["own metric", "SSIM", "SSIM of 1", "memory", "too little memory"],
 )
 def test_other_budgets(
     pipe: Any, asked: dict[str, Any], given: dict[str, Any], name: str | None, tmp_path: Any
