@@ -114,7 +114,7 @@ class JointFamily(Family):
             "encoder_hidden_states": None if width is None else fill(batch, self.text or self.prompt, width),
             "timestep": some_timestep(sample.device, self.unit).expand(batch),
         }
-        if "pooled_projection_dim" in config:
+        if "pooled_projections" in _argument_names(type(module).forward):
             given["pooled_projections"] = fill(batch, config.pooled_projection_dim)
         return {**given, "guidance": fill(batch) + self.guidance} if config.get("guidance_embeds") else given
 

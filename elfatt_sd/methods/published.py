@@ -46,9 +46,9 @@ _RULES: dict[str, Callable[[str, Any], None]] = {  # of the settings of the pack
 def check_settings(attention: Attention) -> None:
     """Check the settings of one of the package's attentions; None is fine where it is the default."""
     for field in dataclasses.fields(attention):
-        value = getattr(attention, field.name)
-        if value is not None or field.default is not None:
-            _RULES[field.name](field.name, value)
+        value, rule = getattr(attention, field.name), _RULES.get(field.name)  # a user's subclass may have its own
+        if rule is not None and (value is not None or field.default is not None):
+            rule(field.name, value)
 
 
 @dataclass(frozen=True)
