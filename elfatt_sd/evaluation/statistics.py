@@ -369,8 +369,7 @@ def load_plain(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
 def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[Any, Any] | None:
     """Return an array `[n, *shape]` of a `.npy` file, memory-mapped; None where there is none that is whole."""
     try:
-        with np.errstate(over="raise"):  # of a shape that lies, whose size would wrap around
-            found: np.ndarray[Any, Any] = load_plain(path, mmap_mode="r")
+        found: np.ndarray[Any, Any] = load_plain(path, mmap_mode="r")
     except Exception:  # NumPy raises many kinds for damaged files
         return None
     alike = isinstance(found, np.ndarray) and found.dtype == dtype and found.ndim and found.shape[1:] == shape
