@@ -150,25 +150,26 @@ def check_exists(source: str) -> None:
 
 
 def _folder(folder: Path) -> Source:
-    found = sorted((path.relative_to(folder).as_posix(), path) for path in _files_below(folder))
-    images = [(name, path) for name, path in found if SUFFIXES.fullmatch(path.suffix.lower())]
-    entries = [Entry(name, path, Path(name).parent.name) for name, path in images]
-    return Source(entries, [_stamp(name, path) for name, path in images], lambda entry: read_plain(entry.where))
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Files in a folder and in all below it, linked ones too, without what is hidden; each folder counts once."""
+    """List the images in a folder and in all below it, linked ones too, without what is hidden."""
 
     def tell(error: OSError) -> None:
         raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
 
+    found: list[tuple[str, Path]] = []
     seen: set[tuple[int, int]] = set()  # a link may lead back, or several to one folder
     for place, folders, files in os.walk(folder, onerror=tell, followlinks=True):
         status = os.stat(place)
-        known = (status.st_dev, status.st_ino) in seen
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
         seen.add((status.st_dev, status.st_ino))
-        folders[:] = [] if known else sorted(name for name in folders if not is_hidden(name))
-        yield from (Path(place, name) for name in files if not known and not is_hidden(name))
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        shown = [Path(place, name) for name in files if not is_hidden(name)]
+        images = [path for path in shown if SUFFIXES.fullmatch(path.suffix.lower())]
+        found += [(path.relative_to(folder).as_posix(), path) for path in images]
+    found.sort()
+    entries = [Entry(name, path, Path(name).parent.name) for name, path in found]
+    return Source(entries, [_stamp(name, path) for name, path in found], lambda entry: read_plain(entry.where))
 
 
 def _stamp(name: str, path: Path) -> list[Any]:
