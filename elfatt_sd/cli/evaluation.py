@@ -88,7 +88,7 @@ def run_command(
     quiet: Quiet = False,
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
-    from elfatt_sd.evaluation.processes import is_first
+    from elfatt_sd.evaluation.extraction import is_first
     from elfatt_sd.evaluation.report import load_results
     from elfatt_sd.evaluation.report.summary import terminal_summary
     from elfatt_sd.evaluation.run import Run
@@ -110,8 +110,8 @@ def run_command(
 @takes_protocol
 def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet = False) -> None:
     """Make the images of every row. Several processes share them under `accelerate launch`."""
+    from elfatt_sd.evaluation.extraction import is_first, leave_processes
     from elfatt_sd.evaluation.generate import generate
-    from elfatt_sd.evaluation.processes import is_first, leave_processes
     from elfatt_sd.evaluation.run import Run
 
     others = _check_early(protocol, out, reuse or (), scored=False)
@@ -135,8 +135,6 @@ def reference_command(protocol: Any, quiet: Quiet = False) -> None:
     quiet_libraries()
     for reference in build_references(protocol, progress=every_minute(_reporter(quiet))):
         typer.echo(json.dumps({**reference.description, "unreadable": len(reference.unreadable)}, ensure_ascii=False))
-        if "left_out" in reference.description:
-            complain(f"reference: {reference.description['left_out']}", "warning")
         for name in reference.unreadable:
             complain(f"not readable: {name}", "warning")
 
@@ -144,7 +142,7 @@ def reference_command(protocol: Any, quiet: Quiet = False) -> None:
 @app.command("score")
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
-    from elfatt_sd.evaluation.processes import leave_processes, scoring_device
+    from elfatt_sd.evaluation.extraction import leave_processes, scoring_device
     from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.stages import score
 
@@ -160,7 +158,7 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 @app.command("report")
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
-    from elfatt_sd.evaluation.processes import scoring_device
+    from elfatt_sd.evaluation.extraction import scoring_device
     from elfatt_sd.evaluation.report import load_results, write_report
     from elfatt_sd.evaluation.run import Run
 

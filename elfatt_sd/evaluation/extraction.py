@@ -1,5 +1,7 @@
 """Images of a reference and of rows: where they lie, how they are decoded, and their features, chunk by chunk.
 
+At the end: how the processes of a launch share that work, and what one of them does for all.
+
 A chunk is kept once it is whole: memory is bounded, and a killed run goes on. Chunks and batches are cut at fixed
 places, so the numbers do not depend on interruptions or on the number of processes.
 """
@@ -7,6 +9,7 @@ places, so the numbers do not depend on interruptions or on the number of proces
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import functools
 import hashlib
@@ -14,7 +17,9 @@ import io
 import itertools
 import json
 import os
+import platform
 import re
+import secrets
 import threading
 import warnings
 from collections import Counter, deque
@@ -22,23 +27,27 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.processes import process_state, together
 from elfatt_sd.evaluation.statistics import is_finite, load_plain
 from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible
+from elfatt_sd.loading import pick_device
 from elfatt_sd.progress import Lines, Progress
 
 if TYPE_CHECKING:
     from elfatt_sd.evaluation.run import RowFolder
 
+Value = TypeVar("Value")
 DECODING = 4  # goes up when the same file gives other pixels, or none
+THREADS = 4  # that read and decode
 CHUNK = 1024  # images that are committed together
 BATCH = 32  # images that go through the network together
 LARGEST_BATCH = 100_000_000  # bytes of its images
@@ -47,11 +56,9 @@ Decoded = Pixels | str  # an image, or its name and what is wrong with it
 Rows = np.ndarray[Any, np.dtype[np.float32]]  # features `[k, d]`
 _LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)  # what is wrong with a file for good; the rest may pass
 _SCAN, _END = b"\xda", b"\xff\xd9"  # of JPEG: the mark that data follow, and that of the end
-# Of images; and of what lies next to them.
 SUFFIXES = re.compile(
     r"\.(apng|avif|bmp|dib|gif|hei[cf]|j2k|jfif|jp2|jpe?g?|jpf|jpx|jxl|p[bgnp]m|pcx|png|qoi|sgi|tga|tiff?|webp)"
 )
-BESIDE = re.compile(r"\.(caption|cls|csv|jsonl?|md|np[yz]|tsv|txt|xml|ya?ml)")
 _BYTES = re.compile(r"(large_)?binary|struct<.*bytes: (large_)?binary.*>")
 _COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")  # of tables with more bytes than these
 ACCEPTED = (
@@ -77,24 +84,22 @@ class Pictures(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Images in a fixed order, decoded by a few threads."""
+    """Images in a fixed order."""
 
     entries: Sequence[Entry]
     fingerprint: Any  # plain data that changes when the images do: names, sizes and times of files
     read: Callable[[Entry], bytes]  # returns the encoded bytes of an entry; safe to call from several threads
-    left_out: Sequence[str] = ()  # names of what is no image
     prepare: Callable[[Any], Pixels] = np.array  # what happens to a decoded image
-    threads: int = 4
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def load(self, start: int, stop: int) -> Iterator[Decoded]:
-        with ThreadPoolExecutor(self.threads) as pool:
+        with ThreadPoolExecutor(THREADS) as pool:
             ahead: deque[Any] = deque()
             for entry in self.entries[start:stop]:
                 ahead.append(pool.submit(self._load, entry))
-                if len(ahead) > 4 * self.threads:
+                if len(ahead) > 4 * THREADS:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
@@ -113,18 +118,15 @@ class Source:
 
 def open_source(source: str | Path, per_class: int = 0) -> Source:
     path = Path(source)
-    check_exists(str(source))
     if path.is_dir():
         shards = visible(path.glob("*.parquet"))
-        beside = (each for each in visible(path.iterdir()) if not BESIDE.fullmatch(each.suffix.lower()))
-        others = [each.name for each in beside if each not in shards]
-        found = replace(_tables(shards), left_out=others) if shards else _folder(path)
+        found = _tables(shards) if shards else _folder(path)
     elif path.suffix.lower() == ".parquet":
         found = _tables([path])
     else:
         raise ElfattError(f"reference {path} is a file of another kind; accepted: {ACCEPTED}.")
     if not found.entries:
-        raise ElfattError(f"reference {path} holds no image{left_out_words(found.left_out)}; accepted: {ACCEPTED}.")
+        raise ElfattError(f"reference {path} holds no image; accepted: {ACCEPTED}.")
     if not per_class:
         return found
     groups = {entry.group for entry in found.entries}
@@ -140,42 +142,34 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
 
 
 def check_exists(source: str) -> None:
-    """Check that the files of a reference are there, whatever they hold."""
-    if source not in ("", "toy") and not os.path.exists(source):
+    """Check that a reference is given, and that its files are there, whatever they hold."""
+    if not source:
+        raise ElfattError("reference.source is missing; give --reference with a folder, .parquet or .npz.")
+    if source != "toy" and not os.path.exists(source):
         raise ElfattError(f"reference {source} does not exist; accepted: {ACCEPTED}.")
 
 
-def left_out_words(names: Sequence[str]) -> str:
-    """Say in brackets how many files are left out and name the first; empty where there is none."""
-    named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f" ({len(names)} left out, being no images: {named})" if names else ""
-
-
 def _folder(folder: Path) -> Source:
-    entries: list[Entry] = []
-    left_out: list[str] = []
-    for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in _files_below(folder)):
-        if SUFFIXES.fullmatch(path.suffix.lower()):
-            entries.append(Entry(name, path, Path(name).parent.name))
-        elif not BESIDE.fullmatch(path.suffix.lower()):
-            left_out.append(name)
-    stamps = [_stamp(entry.name, entry.where) for entry in entries]
-    return Source(entries, stamps, lambda entry: read_plain(entry.where), left_out)
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Files in a folder and in all below it, linked ones too, without what is hidden; each folder counts once."""
+    """List the images in a folder and in all below it, linked ones too, without what is hidden."""
 
     def tell(error: OSError) -> None:
         raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
 
+    found: list[tuple[str, Path]] = []
     seen: set[tuple[int, int]] = set()  # a link may lead back, or several to one folder
     for place, folders, files in os.walk(folder, onerror=tell, followlinks=True):
         status = os.stat(place)
-        known = (status.st_dev, status.st_ino) in seen
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
         seen.add((status.st_dev, status.st_ino))
-        folders[:] = [] if known else sorted(name for name in folders if not is_hidden(name))
-        yield from (Path(place, name) for name in files if not known and not is_hidden(name))
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        shown = [Path(place, name) for name in files if not is_hidden(name)]
+        images = [path for path in shown if SUFFIXES.fullmatch(path.suffix.lower())]
+        found += [(path.relative_to(folder).as_posix(), path) for path in images]
+    found.sort()
+    entries = [Entry(name, path, Path(name).parent.name) for name, path in found]
+    return Source(entries, [_stamp(name, path) for name, path in found], lambda entry: read_plain(entry.where))
 
 
 def _stamp(name: str, path: Path) -> list[Any]:
@@ -305,7 +299,7 @@ class Images:
     def load(self, start: int, stop: int) -> Iterator[Pixels]:
         """Yield the frames of a range, clip after clip; each file is checked against its hash when it is read."""
         entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
-        files = Source(entries, self.identity, _read_checked, threads=2)
+        files = Source(entries, self.identity, _read_checked)
         first, last = start // self.frames, -(-stop // self.frames)
         for number, image in enumerate(files.load(first, last), first):
             wrong = image if isinstance(image, str) else f"{entries[number].name} (no {self.frames} frames)"
@@ -424,3 +418,80 @@ def _read_chunk(path: Path) -> tuple[Rows, list[str]] | None:
 
 def every_minute(tell: Callable[[str], None]) -> Progress:
     return Lines(tell, "images", title="measuring: {},", at_once=False)
+
+
+def process_state(device: str = "auto") -> Any:
+    # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
+    return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
+
+
+def scoring_device(device: str) -> str:
+    """Return the device that a run was made on, or `auto` where this machine has none: scores need not that one."""
+    try:
+        pick_device(device)
+    except ElfattError:
+        return "auto"
+    return device
+
+
+def is_first() -> bool:
+    return bool(process_state().is_main_process)
+
+
+def among_others() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def leave_processes() -> None:
+    """Wait for the other processes of a launch and part from them."""
+    if among_others():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def gathered(value: Value) -> list[Value]:
+    found: list[Value] = gather_object([value]) if among_others() else [value]
+    return found
+
+
+def together(action: Callable[[], Value]) -> Value:
+    """Do something in every process; where it fails in one, it fails in all. All processes must call this."""
+    try:
+        value = action()
+    except Exception as error:
+        gathered(str(error))
+        raise
+    reasons = [reason for reason in gathered(None) if reason is not None]
+    if reasons:
+        raise ElfattError(reasons[0])
+    return value
+
+
+def by_first(action: Callable[[], Value]) -> Value:
+    """Do something in the first process alone and return in all what it returns there; see `together`."""
+    first = is_first()
+    value: Any = gathered(together(lambda: action() if first else None))[0]
+    found: Value = value
+    return found
+
+
+def check_shared(folder: Path, what: str, remedy: str) -> None:
+    """Refuse to go on where the processes of a launch do not all see the same folder; all of them must call this."""
+    if not among_others():
+        return
+    # a new name, which no file system can have noted as absent
+    marker = folder / by_first(lambda: f".seen-{secrets.token_hex(8)}.part")
+
+    def mark() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+        except OSError as error:
+            raise ElfattError(f"{what} {folder} cannot be written: {error.strerror}; {remedy}.") from error
+
+    by_first(mark)
+    places = gathered((marker.is_file(), f"{folder} on {platform.node()}"))
+    by_first(marker.unlink)
+    for number, (shared, place) in enumerate(places):
+        if not shared:
+            raise ElfattError(f"{what} {places[0][1]} is not that of process {number}, {place}; {remedy}.")

@@ -21,6 +21,7 @@ from PIL import Image
 
 from elfatt_sd.drawing.running import rows_of, tell_cut_prompts
 from elfatt_sd.errors import ElfattError, is_out_of_memory, need
+from elfatt_sd.evaluation.extraction import check_shared, gathered, process_state
 from elfatt_sd.evaluation.images import (
     check_images,
     check_size,
@@ -31,7 +32,6 @@ from elfatt_sd.evaluation.images import (
     row_patch,
     to_uint8,
 )
-from elfatt_sd.evaluation.processes import check_shared, gathered, process_state
 from elfatt_sd.evaluation.prompts import Prompt
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.records import Cost, MadeImage, is_whole, same_images

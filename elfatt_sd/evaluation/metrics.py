@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -42,7 +43,6 @@ KINDS = {
 }
 OF_FEATURES = ("prdc", "cmmd")
 _TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
-_LEAST_SIDE = {"lpips": 32}  # pixels of an image, of which the network's deepest layer has one left
 # Figures that a report has already: distances, and what compares with the untouched image.
 _TAKEN = re.compile(r"(FID|KID|FD|KD|PSNR|SSIM|cosine|accuracy)\b.*|cell|label|method|role|images|classes|failed", re.I)
 _AT_ONCE = 8  # images, and frames that go through a network together
@@ -52,7 +52,6 @@ _NETWORKS = {
     "vgg": ("VGG16", "features.28.weight", "397923af"),
     "squeeze": ("SqueezeNet", "features.3.squeeze.weight", "b8a52dc0"),
 }
-_BLOCKS = ((1, 0, 4), (2, 5, 9), (3, 10, 16), (4, 17, 23), (5, 24, 30))  # of VGG16: number, first layer, end
 
 
 @dataclass(frozen=True)
@@ -121,13 +120,6 @@ class MetricChoice:
         for key, value in (("name", self.name), ("better", self.better)):
             if value and not own:
                 raise refused(f"{key}={value!r} of metric {self.metric!r}", "a value for package.module:function only")
-
-
-def check_side(metric: str, height: int, width: int) -> None:
-    """Refuse images that are too small for a metric's network."""
-    least = _LEAST_SIDE.get(metric, 1)
-    if min(height, width) < least:
-        raise refused(f"metric={metric!r} of images of {height}x{width} pixels", f"{least} pixels or more on each side")
 
 
 def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[Extractor]) -> None:
@@ -283,23 +275,13 @@ def _dists_network() -> Any:
     from torchmetrics.functional.image import dists
     from torchvision.models.vgg import cfgs, make_layers
 
-    network: Any = dists.DISTSNetwork.__new__(dists.DISTSNetwork)
-    nn.Module.__init__(network)
-    layers, channels = make_layers(cfgs["D"], batch_norm=False), (64, 128, 256, 512)
-    for number, first, end in _BLOCKS:
-        block = nn.Sequential()
-        if number > 1:  # in place of the classifier's largest value
-            block.add_module(str(first - 1), dists.L2pooling(channels=channels[number - 2]))
-        for place in range(first, end):
-            block.add_module(str(place), layers[place])
-        network.add_module(f"stage{number}", block)
-    for name, values in (("mean", (0.485, 0.456, 0.406)), ("std", (0.229, 0.224, 0.225))):
-        network.register_buffer(name, torch.tensor(values, dtype=torch.float32, device="cpu").view(1, -1, 1, 1))
-    network.chns = [3, *channels, 512]
-    learnt = torch.load(dists._PATH_WEIGHT_DISTS, map_location="cpu", weights_only=True)
-    for name in ("alpha", "beta"):
-        network.register_parameter(name, nn.Parameter(learnt[name]))
-    return network
+    untrained = SimpleNamespace(features=make_layers(cfgs["D"], batch_norm=False))
+    module: Any = dists
+    published, module.vgg16 = module.vgg16, lambda weights: untrained
+    try:
+        return module.DISTSNetwork()
+    finally:
+        module.vgg16 = published
 
 
 def _read(path: Path) -> Mapping[str, Tensor]:

@@ -127,10 +127,7 @@ def load_labels(name: str) -> list[Label]:
 
 def read_labels(path: Path) -> list[Label]:
     """Read labels from a text file (one per line) or a `.csv` with a column `name` (or `label`), optionally `wnid`."""
-    text = _read(path, "labels")
-    rows: list[dict[str, Any]] = [{"name": line} for line in io.StringIO(text, newline=None)]
-    if path.suffix.lower() == ".csv":
-        rows = [row for _, row in _table(path, text, ",")]
+    rows = [row for _, row in _rows(path, "labels", "name")]
     column = "name" if not rows or "name" in rows[0] else "label"
     if rows and column not in rows[0]:
         raise ElfattError(f"labels {path} has columns {', '.join(rows[0])}; accepted are name or label, and wnid.")
@@ -154,13 +151,12 @@ def read_prompts(source: PromptFile) -> list[tuple[int, str]]:
         raise ElfattError(
             f"prompts.file={source.file!r} is not a file; give a text file, .csv, .tsv, or one of: {known}."
         )
-    text, kind = _read(path, "prompts"), path.suffix.lower()
+    kind = path.suffix.lower()
     if kind in (".jsonl", ".ndjson", ".json"):
         raise ElfattError(f"prompts {path} is JSON, which is not read; give a text file, .csv or .tsv.")
     if kind not in _TABLES and (source.column or source.cluster):
         raise ElfattError(f"prompts.column and prompts.cluster need a table; {path} is none: give .csv or .tsv.")
-    lines = [("", {"prompt": line}) for line in text.split("\n") if line.strip()]
-    rows = _table(path, text, _TABLES[kind]) if kind in _TABLES else lines
+    rows = _rows(path, "prompts", "prompt")
     if not rows:
         raise ElfattError(f"prompts {path} has no prompt; give one a line.")
     usual = [name for known in _USUAL for name in rows[0][1] if name.strip().lower() == known]
@@ -186,26 +182,24 @@ def _value(place: str, row: Mapping[str, Any], column: str) -> str:
     return str(value)
 
 
-def _read(path: Path, what: str) -> str:
+def _rows(path: Path, what: str, column: str) -> list[tuple[str, dict[str, Any]]]:
+    """Return the place and the fields of each row of a table with a header; of another file, each line's one field."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
         if "\0" in text:  # UTF-16 of plain letters is UTF-8 too, of other prompts
             raise ValueError("it holds NUL, as UTF-16 does")
-        return text
     except (OSError, ValueError) as error:
         raise ElfattError(f"{what} {path} cannot be read ({error}); give a file in UTF-8.") from error
-
-
-def _table(path: Path, text: str, delimiter: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the place and the fields of each row of a table with a header."""
+    delimiter = _TABLES.get(path.suffix.lower())
+    if delimiter is None:
+        return [("", {column: line}) for line in text.split("\n") if line.strip()]
     reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows: list[tuple[str, dict[str, Any]]] = []
     try:
         for row in reader:
-            place = f"{path}, line {reader.line_num}"
+            rows.append((f"{path}, line {reader.line_num}", row))
             if None in row:  # the rest of a prompt would be lost
-                raise ElfattError(f"{place} has more fields than the header; put commas in quotes.")
-            rows.append((place, row))
+                raise ElfattError(f"{rows[-1][0]} has more fields than the header; put commas in quotes.")
     except csv.Error as error:
         raise ElfattError(f"{path}, line {reader.line_num} is damaged ({error}); mend the line.") from error
     return rows

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from elfatt_sd.config import PatchConfig, known_method
 from elfatt_sd.errors import REPORT, ElfattError, need
-from elfatt_sd.evaluation.metrics import MetricChoice, check_side
+from elfatt_sd.evaluation.metrics import MetricChoice
 from elfatt_sd.evaluation.prompts import PromptFile
 from elfatt_sd.files import checked, is_plain_name, known_keys, one_folder, read_plain, refused, sha256_of_data, visible
 from elfatt_sd.methods import attention_named
@@ -201,8 +201,6 @@ class Protocol:
         if len(baselines) != 1:
             named = ", ".join(baselines) or "none"
             raise refused(f"{len(baselines)} cells of role 'baseline' ({named})", "exactly one")
-        for choice in self.metrics:
-            check_side(choice.metric, self.height, self.width)
         known_keys("published.", self.published, ("source", "rows"))
         rows = self.published.get("rows", [])
         if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) and "label" in row for row in rows):

@@ -165,7 +165,6 @@ class ScoredRow(Struct, frozen=True):
 
 class ReferenceRecord(Struct, frozen=True):
     unreadable: list[str] = []  # name and reason of each image
-    left_out: str = ""  # what is said of files that are no images
 
 
 class Scores(Struct, frozen=True):

@@ -21,13 +21,15 @@ from elfatt_sd.evaluation.extraction import (
     Extracted,
     Pixels,
     Source,
+    by_first,
     check_exists,
+    check_shared,
     extract,
-    left_out_words,
+    gathered,
     open_source,
+    together,
 )
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.processes import by_first, check_shared, gathered, together
 from elfatt_sd.evaluation.protocols import Reference as Wanted
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.statistics import (
@@ -125,16 +127,8 @@ def build_reference(
         )
     _check_count(wanted, count)
     description = {key: value for key, value in data.items() if key != "format"}
-    if words := left_out_words(pictures.left_out):  # not in the cache: these files are no part of the identity
-        description["left_out"] = words[2:-1]  # without its brackets
     suffix = "" if isinstance(pictures, Renders) else _suffix(count, data["resize"], data["size"])
     return Reference(statistics, sample, count, unreadable, identity, suffix, description)
-
-
-def check_given(source: str) -> None:
-    if not source:
-        raise ElfattError("reference.source is missing; give --reference with a folder, .parquet or .npz.")
-    check_exists(source)
 
 
 def is_moments(wanted: Wanted) -> bool:
@@ -150,14 +144,14 @@ def check_reference(wanted: Wanted, extractor: Extractor, classes: Sequence[int]
 
 def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[Source | Renders, Any]:
     """Return the images, of which there are as many as there must be, and their fingerprint."""
-    check_given(wanted.source)
+    check_exists(wanted.source)
     pictures: Source | Renders
     if wanted.source == "toy":
         pictures = Renders(wanted.count, classes)
         return pictures, pictures.fingerprint
     recipe = _recipe(wanted)
     pictures = replace(open_source(wanted.source, wanted.per_class), prepare=functools.partial(resized, **recipe))
-    _check_count(wanted, len(pictures), pictures.left_out)
+    _check_count(wanted, len(pictures))
     return pictures, [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, DECODING]
 
 
@@ -176,19 +170,17 @@ def _identity(fingerprint: Any, extractor: Extractor) -> str:
     return sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
 
 
-def _check_count(wanted: Wanted, count: int, left_out: Sequence[str] = ()) -> None:
+def _check_count(wanted: Wanted, count: int) -> None:
     """Refuse another number of images than the expected one, unless that is allowed."""
     if count != wanted.count and not wanted.allow_count:
-        said = f"{count} images{left_out_words(left_out)}"
         remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
-        raise ElfattError(f"reference {wanted.source} has {said}; accepted are {wanted.count}, or {remedy}.")
+        raise ElfattError(f"reference {wanted.source} has {count} images; accepted are {wanted.count}, or {remedy}.")
 
 
 class Renders:
     """Held-out images of the toy's renderer, with the classes of the prompts."""
 
     BLOCK = 1 << 16
-    left_out: Sequence[str] = ()
 
     def __init__(self, count: int, classes: Sequence[int]) -> None:
         from elfatt_sd.toy import renderer

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from elfatt_sd.errors import ElfattError, ElfattFailure
-from elfatt_sd.evaluation.processes import process_state
+from elfatt_sd.evaluation.extraction import process_state
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Protocol, decisive, differences
 from elfatt_sd.evaluation.records import (

@@ -21,11 +21,10 @@ from torch.nn import functional
 
 from elfatt_sd.devices import accelerators, has_float64
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.evaluation.extraction import Images, extract, quiet_pillow
+from elfatt_sd.evaluation.extraction import Images, by_first, extract, process_state, quiet_pillow, scoring_device
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
 from elfatt_sd.evaluation.metrics import Better, ImageMetric, check_feature_metrics, load_metrics
-from elfatt_sd.evaluation.processes import by_first, process_state, scoring_device
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import SCORES_FORMAT
@@ -54,7 +53,6 @@ PAIRS_FORMAT = 4  # of what is kept of pairs
 MOST_CHANGED = 16
 DIGITS = 6  # of what is kept of each image
 PAIR_BATCH = 8
-_ROUNDING = 1e-6
 _LARGEST = 1e100  # of a metric; squares of larger numbers overflow
 SIGMA = 1.5  # pixels
 REACH = 5  # pixels from the middle of the window to its edge
@@ -77,10 +75,9 @@ def score_run(
         raise ElfattError(f"row {run.baseline.name!r}, the baseline, has no images yet; generate them first.")
     protocol, place = run.protocol, folder or run.folder
     rows = {row.name: Images.of_row(row, protocol.frames, len(run.prompts)) for row in run.finished}
-    scales = [
-        Scale(extractor, _reference(protocol, extractor, progress), place / "scores")
-        for extractor in (load_extractors(protocol) if extractors is None else extractors)
-    ]
+    extractors = load_extractors(protocol) if extractors is None else extractors
+    references = build_references(protocol, extractors, progress=progress)
+    scales = [Scale(*pair, place / "scores") for pair in zip(extractors, references, strict=True)]
     for scale in scales:
         for images in rows.values():
             scale.extract(images, progress)
@@ -125,9 +122,14 @@ def network_device(protocol: Protocol) -> str:
     return str(state.device) if several else "cuda" if "cuda" in accelerators() else "cpu"
 
 
-def build_references(protocol: Protocol, *, progress: Progress | None = None) -> list[Reference]:
+def build_references(
+    protocol: Protocol, extractors: Sequence[Extractor] | None = None, *, progress: Progress | None = None
+) -> list[Reference]:
     """Compute a protocol's reference for each extractor, or take it from the cache."""
-    return [_reference(protocol, extractor, progress) for extractor in load_extractors(protocol)]
+    chosen = load_extractors(protocol) if extractors is None else extractors
+    place, wanted, classes = cache_folder(), protocol.reference, _classes(protocol)
+    with clear_disk_errors(place):
+        return [build_reference(wanted, each, classes, cache_dir=place, progress=progress) for each in chosen]
 
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
@@ -137,12 +139,6 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
     wanted, classes = protocol.reference, _classes(protocol)
     found = {each.distance_name: check_reference(wanted, each, classes) for each in extractors}
     return found | {f"metric {each.name}": each.identity for each in metrics}
-
-
-def _reference(protocol: Protocol, extractor: Extractor, progress: Progress | None) -> Reference:
-    place = cache_folder()
-    with clear_disk_errors(place):
-        return build_reference(protocol.reference, extractor, _classes(protocol), cache_dir=place, progress=progress)
 
 
 def _classes(protocol: Protocol) -> list[int]:
@@ -160,20 +156,15 @@ class Measured:
     metrics: dict[str, tuple[Estimate, Better]]  # by their names, but for those that compare
 
 
+@dataclass(frozen=True)
 class Scorer:
     """Scores rows by themselves and against the baseline, and keeps numbers of single images in a folder."""
 
-    def __init__(
-        self,
-        protocol: Protocol,
-        metrics: Sequence[ImageMetric],
-        scales: Sequence[Scale],
-        cache: Path,
-        progress: Progress | None = None,
-    ) -> None:
-        self.protocol, self.metrics, self.scales = protocol, metrics, scales
-        self.cache, self.progress = cache, progress
-        self.device = torch.device(network_device(protocol))
+    protocol: Protocol
+    metrics: Sequence[ImageMetric]
+    scales: Sequence[Scale]
+    cache: Path
+    progress: Progress | None = None
 
     def measure(self, images: Images) -> Measured:
         distances: dict[str, Distance] = {}
@@ -193,7 +184,8 @@ class Scorer:
         """Return what `scores.json` has of a row; without a baseline, of the baseline itself."""
         images, paired, lowest = row.images, None, []
         if baseline:
-            changes = pair_changes(images, baseline.images, self.cache, self.device, self.progress)
+            device = torch.device(network_device(self.protocol))
+            changes = pair_changes(images, baseline.images, self.cache, device, self.progress)
             paired = self._paired(row, baseline, changes)
             order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
             lowest = [index for index in order if changes[index, 0].isfinite()]  # identical ones are left out
@@ -264,13 +256,14 @@ class Scorer:
             return values
 
         path = self.cache / f"{images.name}-metric-{sha256_of_data(parts)[:16]}.npy"
-        return _kept(path, len(images.paths), is_finite, compute)
+        return _kept(path, compute, len(images.paths))
 
 
-def _kept(path: Path, count: int, holds: Callable[[Array], bool], compute: Callable[[], Tensor], *shape: int) -> Tensor:
-    """Return float64 numbers `[count, *shape]` of single images that a file keeps, or compute and keep them."""
-    known = read_array(path, *shape, dtype="float64")
-    if known is not None and len(known) == count and holds(known):
+def _kept(path: Path, compute: Callable[[], Tensor], *shape: int) -> Tensor:
+    """Return float64 numbers `shape` of single images that a file keeps, or compute and keep them."""
+    known = read_array(path, *shape[1:], dtype="float64")
+    # the last column alone, as a PSNR may be infinite
+    if known is not None and known.shape == shape and np.isfinite(known.reshape(len(known), -1)[:, -1]).all():
         return torch.from_numpy(np.array(known))
     with quiet_pillow():
         values = compute()
@@ -407,9 +400,6 @@ def pair_changes(
 
     count, place = len(images.paths), device if has_float64(device) else torch.device("cpu")
 
-    def holds(known: Array) -> bool:
-        return bool((known[:, 0] >= 0).all() and (np.abs(known[:, 1]) <= 1 + _ROUNDING).all())
-
     def compute() -> Tensor:
         sides, rows = [images.stacks(), baseline.stacks()], []
         for start in range(0, count, PAIR_BATCH):
@@ -424,7 +414,7 @@ def pair_changes(
         return torch.cat(rows)
 
     key = sha256_of_data([PAIRS_FORMAT, images.identity, baseline.identity])[:16]
-    return _kept(cache / f"{images.name}-pairs-{key}.npy", count, holds, compute, 2)
+    return _kept(cache / f"{images.name}-pairs-{key}.npy", compute, count, 2)
 
 
 def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:

@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from elfatt_sd.errors import ElfattError, ElfattFailure
-from elfatt_sd.evaluation.extraction import every_minute
+from elfatt_sd.evaluation.extraction import by_first, check_exists, every_minute, is_first, leave_processes
 from elfatt_sd.evaluation.generate import generate, row_costs, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
 from elfatt_sd.evaluation.metrics import load_metrics
-from elfatt_sd.evaluation.processes import by_first, is_first, leave_processes
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages, decisive
 from elfatt_sd.evaluation.records import SCORES_FORMAT, ResultsRecord, is_whole, read_data
-from elfatt_sd.evaluation.reference import check_given
 from elfatt_sd.evaluation.run import (
     COST_FILE,
     MEMORY_FILE,
@@ -98,7 +96,7 @@ def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[]
 
     def reference() -> None:
         if protocol.extractors:
-            check_given(protocol.reference.source)
+            check_exists(protocol.reference.source)
 
     def weights() -> None:
         if protocol.inception_weights and not Path(protocol.inception_weights).is_file():
@@ -199,8 +197,6 @@ def score(run: Run, report: Report = print) -> None:
     references = scores["references"].values()
     for name in dict.fromkeys(name for part in references for name in part.get("unreadable", ())):
         report(f"score: reference image not readable: {name}")
-    for words in dict.fromkeys(part["left_out"] for part in references if part.get("left_out")):
-        report(f"score: reference: {words}")
 
 
 def write_page(run: Run, report: Report = print) -> None:

@@ -331,13 +331,15 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     except Exception as error:  # NumPy raises many kinds for damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ElfattError(f"{path} cannot be read ({reason}); accepted is an .npz file with mu and sigma.") from error
+    wrong = ""
     if mean.dim() != 1 or covariance.shape != (len(mean), len(mean)):
-        shapes = f"mu {tuple(mean.shape)} and sigma {tuple(covariance.shape)}"
-        raise ElfattError(f"{path} has {shapes}; accepted are [d] and [d, d].")
-    if not ((mean.abs() <= LARGEST).all() and (covariance.abs() <= LARGEST**2).all()):  # so written, NaN is neither
-        raise ElfattError(f"{path} holds NaN, or numbers too large for a distance; accepted are means and covariances.")
-    if count is not None and not (isinstance(count, int | float) and 2 <= count < 2**53 and count == int(count)):
-        raise ElfattError(f"{path} has count {count!r}; accepted is a whole number of at least 2.")
+        wrong = f"mu {tuple(mean.shape)} and sigma {tuple(covariance.shape)}"
+    elif not ((mean.abs() <= LARGEST).all() and (covariance.abs() <= LARGEST**2).all()):  # so written, NaN is neither
+        wrong = "NaN, or numbers too large for a distance"
+    elif count is not None and not (isinstance(count, int | float) and 2 <= count < 2**53 and count == int(count)):
+        wrong = f"count {count!r}"
+    if wrong:
+        raise ElfattError(f"{path} has {wrong}; accepted are mu [d], sigma [d, d] and, if any, a whole count above 1.")
     return mean, covariance, None if count is None else int(count)
 
 
@@ -369,8 +371,7 @@ def load_plain(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
 def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[Any, Any] | None:
     """Return an array `[n, *shape]` of a `.npy` file, memory-mapped; None where there is none that is whole."""
     try:
-        with np.errstate(over="raise"):  # of a shape that lies, whose size would wrap around
-            found: np.ndarray[Any, Any] = load_plain(path, mmap_mode="r")
+        found: np.ndarray[Any, Any] = load_plain(path, mmap_mode="r")
     except Exception:  # NumPy raises many kinds for damaged files
         return None
     alike = isinstance(found, np.ndarray) and found.dtype == dtype and found.ndim and found.shape[1:] == shape

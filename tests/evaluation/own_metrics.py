@@ -43,10 +43,6 @@ def needs_a_word(images: Tensor, prompts: list[str], *, scale: float) -> Tensor:
     return brightness(images, prompts) * scale
 
 
-def ssim(images: Tensor, prompts: list[str]) -> Tensor:
-    return brightness(images, prompts)
-
-
 def write_classifier(path: Path, name: str) -> Path:
     """The convolutions of torchvision's `alexnet`, `vgg16` or `squeezenet1_1`, in a file like torchvision's."""
     models: Any = pytest.importorskip("torchvision.models")

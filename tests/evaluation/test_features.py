@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import features
 from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
 from elfatt_sd.files import sha256_of_file
-from elfatt_sd.toy import features as toy
+from elfatt_sd.toy.features import load_feature_extractor
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 WAYS = ("inception", "inception:torch-fidelity", "inception:pytorch-fid", "inception:clean-fid")
@@ -83,20 +82,13 @@ def test_pytorch_fid_and_clean_fid_give_the_same_features(inception_file: Path, 
     torch.testing.assert_close(extractor(images), pixels.flatten(1), rtol=1e-3, atol=1e-4)
 
 
-def test_toy_features_and_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    path = tmp_path / "classifier.safetensors"
-    save_file(toy.ToyClassifier().state_dict(), path)
-    monkeypatch.setattr(toy, "CLASSIFIER_FILE", path)
-    extractor = load_extractor("toy")
+def test_toy_features_and_attributes() -> None:
+    extractor, images = load_extractor("toy"), pictures(2, 256, 256)
     assert isinstance(extractor, ToyExtractor)
-    images = pictures(2, 256, 256)
     found = extractor(images)
-    assert found.shape == (2, extractor.dimension) == (2, 64)
-    assert extractor.distance_name == "FD-toy"
-    seen = extractor.classify(found)
-    expected: dict[str, Tensor] = extractor.network.classify(images)  # type: ignore[operator]
-    assert list(seen) == ["shape", "color", "pattern", "background"]
+    assert (found.shape, extractor.distance_name) == ((2, extractor.dimension), "FD-toy")
+    seen, expected = extractor.classify(found), load_feature_extractor().classify(images)
+    assert list(seen) == list(expected) == ["shape", "color", "pattern", "background"]
     assert all(torch.equal(seen[name], expected[name]) for name in expected)
     flat, large = (torch.full((1, 3, side, side), 90, dtype=torch.uint8) for side in (128, 256))
     torch.testing.assert_close(extractor(flat), extractor(large), rtol=1e-4, atol=1e-5)
@@ -108,25 +100,16 @@ def test_toy_features_and_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories of models: `clip` and `dinov2`; `whole` CLIP, with text; `cut`, without the projection."""
-    from transformers import (
-        CLIPConfig,
-        CLIPModel,
-        CLIPVisionConfig,
-        CLIPVisionModel,
-        CLIPVisionModelWithProjection,
-        Dinov2Config,
-        Dinov2Model,
-    )
+    """Directories of models: a `clip` with its text part; `cut`, without the projection; `dinov2`."""
+    from transformers import CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, Dinov2Config, Dinov2Model
 
     made: Path = tmp_path_factory.mktemp("models")
     torch.manual_seed(0)
     vision = {**SIZES, "image_size": 32, "patch_size": 8}
-    CLIPVisionModelWithProjection(CLIPVisionConfig(**vision, projection_dim=24)).save_pretrained(made / "clip")
-    CLIPVisionModel(CLIPVisionConfig(**vision)).save_pretrained(made / "cut")
     # the projection has another size than the picture part's own settings say, as some are published
     whole = CLIPConfig(text_config={**SIZES, "vocab_size": 50}, vision_config=vision, projection_dim=24)
-    CLIPModel(whole).save_pretrained(made / "whole")
+    CLIPModel(whole).save_pretrained(made / "clip")
+    CLIPVisionModel(CLIPVisionConfig(**vision)).save_pretrained(made / "cut")
     config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14)
     Dinov2Model(config).save_pretrained(made / "dinov2")
     return made
@@ -136,7 +119,6 @@ def test_clip_directory(folder: Path) -> None:
     extractor = load_extractor(f"clip:{folder / 'clip'}")
     model = "CLIP (ViT of width 32/8@32)"
     assert (extractor.distance_name, extractor.kernel_name, extractor.dimension) == (f"FD-{model}", f"KD-{model}", 24)
-    assert load_extractor(f"clip:{folder / 'whole'}").dimension == 24
     images = pictures(3, 48, 80)
     found = extractor(images)
     assert found.shape == (3, 24)
@@ -171,7 +153,7 @@ def test_other_models_weights_and_extractors_are_refused(folder: Path, inception
         ("clip:", "accepted: inception"),
         ("dinov2:/nowhere", "no config.json"),
         (f"clip:{folder / 'dinov2'}", "is of type dinov2; accepted: clip"),
-        (f"dinov2:{folder / 'clip'}", "is of type clip_vision_model; accepted: dinov2"),
+        (f"dinov2:{folder / 'clip'}", "is of type clip; accepted: dinov2"),
         (f"clip:{folder / 'cut'}", r"lacks 1 of its weights, first visual_projection\.weight"),
     ]
     for spec, reason in cases:
@@ -190,10 +172,9 @@ def test_other_models_weights_and_extractors_are_refused(folder: Path, inception
             load_extractor("inception", weights=path, sha256=digest and sha256_of_file(path))
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "{",
+def test_odd_preprocessing_is_told(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "clip", tmp_path / "model")
+    wrong: tuple[dict[str, Any], ...] = (
         {"crop_size": "x"},
         {"crop_size": -1},
         {"size": {"height": 10**9}},
@@ -201,11 +182,8 @@ def test_other_models_weights_and_extractors_are_refused(folder: Path, inception
         {"image_mean": [1]},
         {"image_std": [0, 1, 1]},
         {"crop_size": 8},  # CLIP takes images of its own size alone
-    ],
-)
-def test_odd_preprocessing_is_told(folder: Path, tmp_path: Path, wrong: Any) -> None:
-    shutil.copytree(folder / "clip", tmp_path / "model")
-    text = wrong if isinstance(wrong, str) else json.dumps(wrong)
-    (tmp_path / "model" / "preprocessor_config.json").write_text(text)
-    with pytest.raises(ElfattError, match=r"preprocessor_config\.json"):
-        load_extractor(f"clip:{tmp_path / 'model'}")
+    )
+    for text in ("{", *map(json.dumps, wrong)):
+        (tmp_path / "model" / "preprocessor_config.json").write_text(text)
+        with pytest.raises(ElfattError, match=r"preprocessor_config\.json"):
+            load_extractor(f"clip:{tmp_path / 'model'}")

@@ -16,18 +16,14 @@ import pytest
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from support import runs
-from support import tiny_pipelines as tiny
 from support.runs import ROOT, make, row_of, run_data
 
 import elfatt_sd
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation import images as images_module
-from elfatt_sd.evaluation.generate import image_progress
 from elfatt_sd.evaluation.images import check_images, image_environment, row_patch, start_noise, to_uint8
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.run import Run
-from elfatt_sd.evaluation.stages import obstacles
 
 
 def test_latents_do_not_depend_on_batches_rows_or_dtype(protocol: Protocol) -> None:
@@ -40,12 +36,16 @@ def test_latents_do_not_depend_on_batches_rows_or_dtype(protocol: Protocol) -> N
     assert torch.equal(start_noise(pipe, protocol, [3])["latents"], together[:1].to(torch.bfloat16))
 
 
-def test_pixels_are_rounded_in_full_precision() -> None:
+def test_pixels_are_rounded_in_full_precision_and_bad_images_named() -> None:
     """As diffusers does; half precision has no 255 levels, and all that it rounds wrongly comes out darker."""
     for dtype in (torch.float16, torch.bfloat16):
         images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
         expected = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images.float()))[0]
         assert np.array_equal(to_uint8(images)[0].numpy(), np.asarray(expected))
+    check_images(images, [6])
+    for value, message in ((0.0, "image 7 is black"), (math.nan, "image 7 .*not finite")):
+        with pytest.raises(ElfattError, match=message):
+            check_images(torch.cat([images, torch.full_like(images, value)]), [6, 7])
 
 
 def test_the_untouched_pipeline_takes_another_backend(protocol: Protocol) -> None:
@@ -55,14 +55,6 @@ def test_the_untouched_pipeline_takes_another_backend(protocol: Protocol) -> Non
         assert elfatt_sd.is_patched(pipe)
     with row_patch(pipe, protocol.baseline):
         assert "ElfattProcessor" not in {type(each).__name__ for each in pipe.unet.attn_processors.values()}
-
-
-def test_bad_images_are_named() -> None:
-    good = torch.linspace(0, 1, 48).reshape(1, 3, 4, 4)
-    check_images(good, [6])
-    for value, message in ((0.0, "image 7 is black"), (math.nan, "image 7 .*not finite")):
-        with pytest.raises(ElfattError, match=message):
-            check_images(torch.cat([good, torch.full((1, 3, 4, 4), value)]), [6, 7])
 
 
 def test_the_peer_is_deterministic_and_leaves_no_trace(protocol: Protocol) -> None:
@@ -84,46 +76,19 @@ def test_the_peer_is_deterministic_and_leaves_no_trace(protocol: Protocol) -> No
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_schedulers_by_name(tmp_path: Path, model: Path) -> None:
+def test_schedulers_by_name(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     protocol = runs.small_protocol(tmp_path, model, "scheduler=EulerAncestralDiscreteScheduler")
     pipe = generate.load_protocol_pipeline(protocol)
     assert type(pipe.scheduler).__name__ == "EulerAncestralDiscreteScheduler"
     together = generate.make_images(pipe, protocol, ["cat", "dog"], [3, 4])
     alone = generate.make_images(pipe, protocol, ["dog"], [4])
     assert torch.allclose(together[1], alone[0], atol=1e-4)  # its noise comes from each image's own generator
-    plms = runs.small_protocol(tmp_path, model, "scheduler=PLMS")
     pipe.scheduler.register_to_config(skip_prk_steps=False)  # as of a model that is not stored with PLMS
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(images_module, "load_pipeline", lambda *_, **__: pipe)
-        generate.load_protocol_pipeline(plms)
+    monkeypatch.setattr(images_module, "load_pipeline", lambda *_, **__: pipe)
+    generate.load_protocol_pipeline(runs.small_protocol(tmp_path, model, "scheduler=PLMS"))
     pipe.scheduler.set_timesteps(4)
     assert type(pipe.scheduler).__name__ == "PNDMScheduler"
     assert len(pipe.scheduler.timesteps) == 5  # PLMS visits its second step twice; Runge and Kutta would need more
-
-
-@pytest.mark.parametrize("name", ["Eulerish", "SchedulerMixin", "RePaintScheduler", "FlowMatchEulerDiscreteScheduler"])
-def test_a_dry_run_tells_that_a_scheduler_does_not_fit(tmp_path: Path, model: Path, name: str) -> None:
-    protocol = runs.small_protocol(tmp_path, model, f"scheduler={name}")
-    (told,) = [line for line in obstacles(Run(tmp_path / "run", protocol)) if "scheduler" in line]
-    reason = "is not known" if name == "Eulerish" else "does not fit the model's PNDMScheduler: "
-    assert told.startswith(f"scheduler='{name}' {reason}")
-    assert "accepted: ddim, " in told
-
-
-def test_a_log_tells_the_time_left_and_of_whose_share(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [0.0]
-    monkeypatch.setattr("elfatt_sd.progress.time.monotonic", lambda: clock[0])
-    with image_progress(100, shares=2, shown=True) as advance:
-        advance(0, "sd")
-        for _ in range(4):
-            clock[0] += 45  # seconds for 10 images
-            advance(10, "sd")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "generate: sd, 0 of 100 images of process 1 of 2 done"
-    assert lines[-1] == "generate: sd, 40 of 100 images of process 1 of 2 done, about 0:04:30 left"
-    assert len(lines) == 3  # not more than one a minute
 
 
 def test_processes_that_would_make_other_images_are_refused(
@@ -145,30 +110,22 @@ def test_another_specification_weights_and_code_are_refused(
 ) -> None:
     """Where only the untouched rows are there, the run goes on, and says which code made the others."""
     run_dir, protocol = made
-    other = runs.small_protocol(tmp_path, Path(protocol.model), "steps=5", "guidance=2.0")
     with pytest.raises(ElfattError, match="another specification") as error:
-        make(run_dir, other)
+        make(run_dir, runs.small_protocol(tmp_path, Path(protocol.model), "steps=5", "guidance=2.0"))
     for part in ("steps: 4 there, 5 here", "guidance: 7.5 there, 2.0 here", f"--reuse {run_dir}"):
         assert part in str(error.value)
     refused, goes_on = (Path(shutil.copytree(run_dir, tmp_path / name)) for name in ("refused", "goes_on"))
     row_of(refused, protocol.cells[-1]).manifest.unlink()
     shutil.rmtree(row_of(goes_on, protocol.cells[2]).folder)
-    pipe = tiny.sd15(tmp_path)
-    with torch.no_grad():
-        pipe.unet.conv_in.bias += 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "load_protocol_pipeline", lambda *_: pipe)
-        with pytest.raises(ElfattError, match=r"images come out differently \(model_sha256"):
-            make(refused, protocol)
-    monkeypatch.setattr(
-        generate, "image_environment", lambda *args: {**image_environment(*args), "method_sha256": "of other code"}
-    )
-    with pytest.raises(ElfattError, match=r"come out differently \(method_sha256: \w+ there, of other code here\)"):
-        make(refused, protocol)
     before = run_data(goes_on)
+    for key in ("model_sha256", "method_sha256"):
+        other = {key: "of another"}
+        monkeypatch.setattr(generate, "image_environment", lambda *args, other=other: image_environment(*args) | other)
+        with pytest.raises(ElfattError, match=rf"come out differently \({key}: \w+ there, of another here\)"):
+            make(refused, protocol)
     assert make(goes_on, protocol) == {}
     now = run_data(goes_on)
-    assert now["environment"]["method_sha256"] == "of other code"
+    assert now["environment"] == before["environment"] | other
     assert {**now, "environment": before["environment"]} == before
 
 
@@ -187,10 +144,14 @@ def test_the_hashed_modules_are_all_that_a_patch_imports() -> None:
 
 
 def test_settings_of_parts_belong_to_the_model(protocol: Protocol) -> None:
-    """And tokenizers count by what they make of the prompts."""
+    """As weights do. And tokenizers count by what they make of the prompts."""
     pipe = generate.load_protocol_pipeline(protocol)
-    before = image_environment(protocol, pipe)
+    first = before = image_environment(protocol, pipe)
     assert image_environment(protocol, generate.load_protocol_pipeline(protocol)) == before
+    with torch.no_grad():
+        pipe.unet.conv_in.bias += 1
+    before = image_environment(protocol, pipe)
+    assert [key for key in before if before[key] != first[key]] == ["model_sha256"]
     changes = (("unet", "attention_head_dim", 4), ("vae", "scaling_factor", 0.5), ("scheduler", "steps_offset", 7))
     for part, name, value in changes:
         getattr(pipe, part).register_to_config(**{name: value})

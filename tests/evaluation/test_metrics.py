@@ -148,8 +148,11 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"metric": "clip-score", "weights": "absent"}, "no config.json"),
         ({"metric": "own_metrics:absent"}, "cannot be imported"),
         ({"metric": "absent_module:f"}, "cannot be imported"),
-        ({"metric": "own_metrics:ssim"}, "name='ssim' .* is that of another figure"),
-        ({"metric": "own_metrics:brightness", "name": "FID (mine)"}, "is that of another figure"),
+        (
+            {"metric": "own_metrics:brightness", "name": "FID (mine)"},
+            r"name='FID \(mine\)' .* is that of another figure",
+        ),
+        ({"metric": "own_metrics:brightness", "name": "ssim"}, "is that of another figure"),
         ({"metric": "own_metrics:one_number"}, r"the shape \(\)"),
         ({"metric": "own_metrics:broken"}, r"RuntimeError: no\)"),
         ({"metric": "own_metrics:needs_a_word"}, r"with \(images: .*scale: "),
@@ -162,35 +165,22 @@ def test_what_is_refused(choice: dict[str, Any], reason: str) -> None:
 
 
 def test_files_that_are_something_else(folder: Path, alexnet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = torch.load(alexnet)
-    cut = {key: value for key, value in weights.items() if key != "features.3.weight"}
-    contents = {
-        "other": ({"other": torch.zeros(1)}, "of no network of LPIPS; give torchvision's file of AlexNet, VGG16 or"),
-        "list": ([1], "not a file of tensors"),
-        "cut": (cut, "no 'features.3.weight'"),
-        "shape": ({**cut, "features.3.weight": torch.zeros(2)}, r"a \(2,\) 'features.3"),
-    }
-    for name, (content, reason) in contents.items():
-        torch.save(content, folder / f"{name}.pth")
+    cut = {key: value for key, value in torch.load(alexnet).items() if key != "features.3.weight"}
+    cases: tuple[tuple[str, Any, str], ...] = (
+        ("lpips", {"other": torch.zeros(1)}, "of no network of LPIPS; give torchvision's file of AlexNet, VGG16 or"),
+        ("lpips", [1], "not a file of tensors"),
+        ("lpips", cut, "no 'features.3.weight'"),
+        ("lpips", {**cut, "features.3.weight": torch.zeros(2)}, r"a \(2,\) 'features.3"),
+        ("dists", torch.load(alexnet), "of no network of DISTS; give torchvision's file of VGG16"),
+    )
+    for metric, content, reason in cases:
+        torch.save(content, folder / "odd.pth")
         with pytest.raises(ElfattError, match=reason):
-            load(metric="lpips", weights=str(folder / f"{name}.pth"))
-    with pytest.raises(ElfattError, match="of no network of DISTS; give torchvision's file of VGG16"):
-        load(metric="dists", weights=str(alexnet))
+            load(metric=metric, weights=str(folder / "odd.pth"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torchvision" else object())
     load(metric="own_metrics:brightness")
     with pytest.raises(ElfattError, match=r"pip install .*inception"):
         load(metric="lpips", weights=str(alexnet))
-
-
-def test_what_a_protocol_may_not_choose(alexnet: Path) -> None:
-    choice = MetricChoice("lpips", str(alexnet))
-    with pytest.raises(ElfattError, match="metric='lpips' of images of 32x24 pixels is not accepted; accepted: 32"):
-        Protocol("small", (Cell("sd", "SD", "sd", role="baseline"),), height=32, width=24, metrics=(choice,))
-    with pytest.raises(ElfattError, match="'brightness' twice"):
-        load_metrics([MetricChoice("own_metrics:brightness")] * 2, "cpu")
-    for metric in ("prdc", "cmmd"):
-        with pytest.raises(ElfattError, match="needs"):
-            check_feature_metrics([MetricChoice(metric)], [])
 
 
 def row(folder: Path, name: str, lighter: int, classes: Any = range(40)) -> Images:
@@ -228,8 +218,8 @@ def test_a_paired_difference_has_a_verdict(tmp_path: Path, better: Any, classes:
     assert found["brightness"]["difference"].get("verdict") == verdict
     assert found["moved"]["value"] == pytest.approx(20)
     assert "difference" not in alone["brightness"] and "moved" not in alone
-
-
-def test_numbers_that_no_mean_holds_are_refused(tmp_path: Path) -> None:
+    endless = scorer(tmp_path, MetricChoice("own_metrics:endless"))
     with pytest.raises(ElfattError, match="of image 0 of row 'a' is"):
-        scorer(tmp_path, MetricChoice("own_metrics:endless")).measure(row(tmp_path, "a", 0))
+        endless.measure(row(tmp_path, "a", 0))
+    with pytest.raises(ElfattError, match="needs CLIP's features"):
+        check_feature_metrics([MetricChoice("cmmd")], [])

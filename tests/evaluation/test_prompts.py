@@ -47,8 +47,7 @@ def test_labels_of_imagenet_of_the_toy_and_of_files(tmp_path: Path) -> None:
 
 def test_templates() -> None:
     labels = [Label(3, "n1", "eft"), Label(7, "n2", "tench")]
-    found = label_texts(labels, "A photograph of {article} {label}.")
-    assert found == [(3, "A photograph of an eft."), (7, "A photograph of a tench.")]
+    assert label_texts(labels, "{article} {label}.") == [(3, "an eft."), (7, "a tench.")]
     for template, reason in (("{lable}", "'lable'"), ("a photo", "no field"), ("{label", "not accepted"), ("{}", "{}")):
         with pytest.raises(ElfattError, match=reason):
             label_texts(labels, template)
@@ -110,46 +109,36 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
 
 
-def of_file(folder: Path, model: Path, *more: str) -> Protocol:
-    file = write(folder, "prompts.csv", "prompt,kind\nan owl,bird\na wren,bird\na lynx,cat\na puma,cat\n")
-    return runs.small_protocol(folder, model, f"prompts.file={file}", *more)
+def test_prompts_and_clusters_are_part_of_the_run(tmp_path: Path, model: Path) -> None:
+    file = write(tmp_path, "prompts.csv", "prompt,kind\nan owl,bird\na wren,bird\na lynx,cat\na puma,cat\n")
 
+    def of_file(*more: str) -> Protocol:
+        return runs.small_protocol(tmp_path, model, f"prompts.file={file}", *more)
 
-def test_a_run_takes_its_prompts_from_the_file(tmp_path: Path, model: Path) -> None:
-    found = run_prompts(of_file(tmp_path, model, "prompts.cluster=kind", "images_per_class=2", "classes=3"))
+    plain, clustered = of_file(), of_file("prompts.cluster=kind")
+    found = run_prompts(of_file("prompts.cluster=kind", "images_per_class=2", "classes=3"))
     assert [each.index for each in found] == list(range(6))
-    assert [each.text for each in found[::2]] == [found[1].text, found[3].text, found[5].text]
+    assert [each.text for each in found[::2]] == [each.text for each in found[1::2]]
     assert {each.class_index for each in found} == {0, 1}
-    apart = run_prompts(of_file(tmp_path, model))
-    assert [each.class_index for each in apart] == [0, 1, 2, 3]
-    assert len(run_prompts(of_file(tmp_path, model, "limit=2"))) == 2
+    assert [each.class_index for each in run_prompts(plain)] == [0, 1, 2, 3]
+    assert len(run_prompts(of_file("limit=2"))) == 2
     with pytest.raises(ElfattError, match="images_per_class=1000000 with 1000 labels or prompts"):
         run_prompts(runs.small_protocol(tmp_path, model, "labels=imagenet1k", "images_per_class=1000000"))
-
-
-def test_prompts_and_clusters_are_part_of_the_run(tmp_path: Path, model: Path) -> None:
-    plain, clustered = of_file(tmp_path, model), of_file(tmp_path, model, "prompts.cluster=kind")
     assert plain.identity != clustered.identity
     assert Protocol.from_dict(plain.to_dict()) == plain
     pipe = load_protocol_pipeline(plain)
     before, other = image_environment(plain, pipe), image_environment(clustered, pipe)
-    path = Path(plain.prompts.file) if plain.prompts else tmp_path
-    path.write_text(path.read_text().replace("lynx", "bobcat"))
+    Path(file).write_text(Path(file).read_text().replace("lynx", "bobcat"))
     after = image_environment(plain, pipe)
     for now in (other, after):
         assert any("prompts_sha256" in line for line in same_images(before, now, plain.cells))
     assert before["prompts_file"]["sha256"] != after["prompts_file"]["sha256"]
-    data = runs.small_protocol(tmp_path, model).to_dict()  # without a file the identity is what it was before files
-    old = {key: value for key, value in data.items() if key != "prompts"}
-    assert Protocol.from_dict(old).identity == Protocol.from_dict(data).identity
 
 
 @pytest.mark.parametrize(("offsets", "wrong"), [((4,), 4), ((5, 9), 9), ((5, 5), 5), ((5, 10), None)])
 def test_null_rows_share_no_seed(tmp_path: Path, model: Path, offsets: tuple[int, ...], wrong: int | None) -> None:
-    nulls = "".join(
-        f'[[cells]]\nname = "null{index}"\nmethod = "sd"\nrole = "null"\nseed_offset = {offset}\n'
-        for index, offset in enumerate(offsets)
-    )
+    row = '[[cells]]\nname = "null{0}"\nmethod = "sd"\nrole = "null"\nseed_offset = {1}\n'
+    nulls = "".join(row.format(*each) for each in enumerate(offsets))
     protocol = runs.small_protocol(tmp_path, model, cells=f'[[cells]]\nmethod = "sd"\nrole = "baseline"\n{nulls}')
     if wrong is None:
         assert len(run_prompts(protocol)) == 5

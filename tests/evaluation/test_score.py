@@ -1,4 +1,4 @@
-"""Scores of a run whose pictures are renders, so that what changed is known; `test_results.py` has their figures."""
+"""Scores of a run whose images are renders, so that what changed is known; `test_results.py` has the figures."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from torchmetrics.functional.image import structural_similarity_index_measure
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction, score
 from elfatt_sd.evaluation.extraction import Images
-from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
-from elfatt_sd.evaluation.frechet import frechet_distance
-from elfatt_sd.evaluation.protocols import Protocol, Reference
+from elfatt_sd.evaluation.features import Extractor
+from elfatt_sd.evaluation.protocols import Reference
 from elfatt_sd.evaluation.run import Run
-from elfatt_sd.evaluation.score import Scale, Scorer, build_references, pair_changes, score_run, structural_similarity
-from elfatt_sd.evaluation.statistics import BETTER, FeatureStatistics, student_quantile
+from elfatt_sd.evaluation.score import Scorer, build_references, pair_changes, score_run, structural_similarity
+from elfatt_sd.evaluation.statistics import FeatureStatistics, student_quantile
 
 
 @pytest.fixture(scope="module")
@@ -33,34 +32,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(autouse=True)
-def _cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(cache))
-
-
-@pytest.fixture(scope="module")
-def scored(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
-    """A scored run; what is known of a row was computed once, though every other one is compared with the baseline."""
-    calls: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ELFATT_SD_CACHE", str(cache))
-        for owner, name in ((score, "frechet_figures"), (score, "kernel_distance"), (ToyExtractor, "classify")):
-            real = getattr(owner, name)
-
-            def noted(*args: Any, real: Any = real, name: str = name, **options: Any) -> Any:
-                calls.append(name)
-                return real(*args, **options)
-
-            patch.setattr(owner, name, noted)
-        run_dir = write_run(tmp_path_factory.mktemp("runs") / "run", protocol(), stride=1)
-        score_run(Run.open(run_dir))
-    assert len(calls) == 3 * len(SCORED) and len({*calls}) == 3
-    return run_dir
-
-
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Extractor]:
+def made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Extractor]:
     """Extractors that are quick and count their pictures, in the order in which they are loaded."""
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(cache))
     return counting(monkeypatch)
 
 
@@ -74,31 +49,18 @@ def scores_of(run_dir: Path) -> dict[str, Any]:
     return data
 
 
-def images_of(run_dir: Path, place: int) -> Images:
-    return Images.of_row(row_of(run_dir, SCORED[place]))
-
-
-def test_distance_is_that_of_the_statistics(scored: Path) -> None:
-    extractor, (reference,) = load_extractor("toy"), build_references(protocol())
-    pictures = [np.array(Image.open(path)) for path in images_of(scored, 3).paths]
-    own = FeatureStatistics.of(extractor(torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2)))
-    theirs = reference.statistics
-    expected = frechet_distance(own.mean, own.covariance, theirs.mean, theirs.covariance)
-    row = scores_of(scored)["rows"]["dark"]["distances"]
-    assert row["FD-toy"]["value"] == pytest.approx(expected, rel=1e-3)
-    assert all(each["interval"][0] <= each["value"] <= each["interval"][1] for each in row.values())
-
-
-def test_changes_of_pairs(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tome, (row, baseline) = scores_of(scored)["rows"]["tome"]["paired"], (images_of(scored, place) for place in (2, 0))
+def test_changes_of_pairs(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score_run(Run.open(run_dir))
+    tome = scores_of(run_dir)["rows"]["tome"]["paired"]
+    row, baseline = (Images.of_row(row_of(run_dir, SCORED[place])) for place in (2, 0))
     ours, theirs = (np.array(Image.open(each.paths[2])).astype(float) for each in (row, baseline))
     before = list(warnings.filters)
-    changes = pair_changes(row, baseline, scored / "anew", torch.device("cpu"))
+    changes = pair_changes(row, baseline, run_dir / "anew", torch.device("cpu"))
     assert warnings.filters == before, "what is told later, such as of layers that are not patched, is told"
     assert changes[2, 0] == pytest.approx(10 * np.log10(255**2 / ((ours - theirs) ** 2).mean()), rel=1e-5)
-    assert changes[7, 0] == pytest.approx(10 * np.log10(255**2 * ours.size), rel=1e-5), "above 100 dB, yet a change"
+    assert changes[7, 0] == pytest.approx(10 * np.log10(255**2 * ours.size), rel=1e-5), "a single value, yet a change"
     monkeypatch.setattr(score, "has_float64", lambda device: False)
-    assert torch.equal(pair_changes(row, baseline, scored / "on the CPU", torch.device("meta")), changes)
+    assert torch.equal(pair_changes(row, baseline, run_dir / "on the CPU", torch.device("meta")), changes)
     for measure, values, most in (("psnr", changes[[2, 5, 7], 0], math.inf), ("ssim", changes[:, 1], 1.0)):
         half = student_quantile(0.975, len(values) - 1) * values.std().item() / len(values) ** 0.5
         middle, found = values.mean().item(), tome[measure]
@@ -108,23 +70,11 @@ def test_changes_of_pairs(scored: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert list(kept.values()) == pytest.approx(values.tolist(), abs=1e-6)
         assert list(kept) == ([2, 5, 7] if measure == "psnr" else list(range(CLASSES)))
     assert tome["classes"] == list(row.classes)
-
-
-def test_better_is_said_and_pictures_that_are_all_the_same_have_no_psnr(scored: Path) -> None:
-    """The untouched pictures against the dark ones as baseline, and against themselves."""
-    (extractor,), (reference,) = score.load_extractors(protocol()), build_references(protocol())
-    scale = Scale(extractor, reference, scored / "scores")
-    scorer, untouched = Scorer(protocol(), (), [scale], scored / "scores"), images_of(scored, 0)
-    twin = dataclasses.replace(untouched, name="twin")
-    scale.extract(twin)
-    mine, dark, same = (scorer.measure(each) for each in (untouched, images_of(scored, 3), twin))
-    better, row = scorer.score(mine, dark), scorer.score(same, mine)
-    for figure in (better["distances"]["FD-toy"], better["accuracy"]["mean"]):
-        assert figure["difference"]["verdict"] == BETTER
+    scorer = Scorer(protocol(), (), (), run_dir / "scores")
+    same = scorer.score(*(scorer.measure(each) for each in (dataclasses.replace(row, name="twin"), row)))
     nothing = dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
-    assert row["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": CLASSES, "pictures": [None] * CLASSES}
-    assert row["paired"]["ssim"]["mean"] == pytest.approx(1, abs=1e-9)
-    assert row["most_changed"] == []
+    assert same["paired"]["psnr"] == {**nothing, "unit": "dB", "identical": CLASSES, "pictures": [None] * CLASSES}
+    assert (same["paired"]["ssim"]["mean"], same["most_changed"]) == (pytest.approx(1, abs=1e-9), [])
 
 
 def test_altered_and_deleted_pictures_are_named(run_dir: Path) -> None:
@@ -177,6 +127,7 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(
     whole = (run_dir / "scores.json").read_bytes()
     compared = [(f"{cell.name}, PSNR and SSIM", CLASSES, CLASSES) for cell in SCORED[1:]]
     assert [call for call in told if "PSNR" in call[0] and call[1] == call[2]] == compared
+    assert ("dark, regions", CLASSES, CLASSES) in told
     told.clear()
     score_run(Run.open(run_dir), progress=lambda *call: told.append(call))
     assert not told, "nothing is looked at twice"
@@ -198,42 +149,18 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(
     assert 0 < int(made[-1].network.calls) < 4 * CLASSES  # type: ignore[arg-type]
     assert (run_dir / "scores.json").read_bytes() == whole
     assert not list((run_dir / "scores").rglob("*.part*"))
-    (kept,) = (run_dir / "scores").glob("tome-pairs-*.npy")
-    for odd in (np.nan, -np.inf, 2.0):  # changes that cannot be are computed again
-        changes = np.load(kept)
-        changes[3, 1] = odd
-        np.save(kept, changes)
-        score_run(Run.open(run_dir))
-        assert (run_dir / "scores.json").read_bytes() == whole
 
 
-def test_what_scores_depend_on(tmp_path: Path, made: list[Extractor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extractor and the reference, neither of which the run's own folder shows."""
-
-    def inputs(specification: Protocol) -> dict[str, str]:
-        return score.score_inputs(specification, score.load_extractors(specification))
-
-    pixels = np.zeros((8, 8, 3), np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "a.png")
-    Image.fromarray(~pixels).save(tmp_path / "b.png")
-    np.savez(tmp_path / "other.npz", mu=np.zeros(12), sigma=np.eye(12))
-    specification = protocol(reference=Reference(str(tmp_path), count=2))
-    moments = protocol(reference=Reference(str(tmp_path / "other.npz")))
-    before = inputs(specification)
-    for each in (specification, moments):
-        assert inputs(each) == {"FD-regions": build_references(each)[0].identity}
-    Image.fromarray(pixels[:4]).save(tmp_path / "b.png")
-    replaced, load = inputs(specification), score.load_extractor
-    assert replaced != before
-
-    def retrained(spec: str, **options: Any) -> Extractor:
-        extractor = load(spec, **options)
-        extractor.preprocessing["sha256"] = "of other weights"
-        return extractor
-
-    monkeypatch.setattr(score, "load_extractor", retrained)
-    assert inputs(specification) not in (before, replaced)
-    assert sum(int(extractor.network.calls) for extractor in made) == 2  # type: ignore[arg-type]
+def test_what_scores_depend_on(made: list[Extractor]) -> None:
+    """The extractor and the reference, neither of which the run's own folder shows; nothing is computed for it."""
+    specification = protocol()
+    (extractor,) = score.load_extractors(specification)
+    before = score.score_inputs(specification, [extractor])
+    assert extractor.network.calls == 0
+    assert before == {"FD-regions": build_references(specification)[0].identity}
+    assert score.score_inputs(protocol(reference=Reference("toy", count=65)), [extractor]) != before
+    extractor.preprocessing["sha256"] = "of other weights"
+    assert score.score_inputs(specification, [extractor]) != before
 
 
 def pictures(seed: int, *shape: int) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from torchmetrics.image.kid import poly_mmd
 from benchmarks import coverage, scoring
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import frechet, statistics
-from elfatt_sd.evaluation.extraction import _read_chunk
 from elfatt_sd.evaluation.frechet import Target, frechet_distance, frechet_figures
 from elfatt_sd.evaluation.statistics import (
     BETTER,
@@ -62,23 +59,6 @@ def test_streamed_statistics_are_mean_and_covariance_and_survive_the_disk(tmp_pa
         torch.testing.assert_close(found.mean, features.double().mean(0), rtol=1e-13, atol=0)
         torch.testing.assert_close(found.covariance, torch.cov(features.double().T), rtol=1e-9, atol=1e-9)
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
-
-
-@pytest.mark.parametrize(
-    "header",
-    ["(" * 5000, "{'descr': '<f4', 'fortran_order': False, 'shape': (4294967296, 4294967296, 4294967296)}", "7"],
-)
-def test_a_header_that_lies_is_a_damaged_file(tmp_path: Path, header: str) -> None:
-    """Of moments it is told; chunks and features are made again."""
-    array, archive = tmp_path / "a.npy", tmp_path / "a.npz"
-    array.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + b"\0" * 64)
-    with zipfile.ZipFile(archive, "w") as file:
-        for member in ("mu", "sigma", "count", "features", "unreadable"):
-            file.writestr(f"{member}.npy", array.read_bytes())
-    assert read_array(array, 4) is None
-    assert _read_chunk(archive) is None
-    with pytest.raises(ElfattError, match=r"a\.npz cannot be read"):
-        load_moments(archive)
 
 
 def test_features_that_no_distance_can_take_are_made_again(tmp_path: Path) -> None:
@@ -153,12 +133,6 @@ def test_interval_of_a_share() -> None:
     low, _ = share_interval(torch.ones(600), torch.arange(600) // 100) or (0, 0)
     assert 1 - low == pytest.approx(2.5706**2 / (6 + 2.5706**2), abs=1e-3)
     assert share_interval(torch.tensor([1.0, 0.0] * 50), [0] * 100) is None
-    generator, covered = torch.Generator().manual_seed(31), 0
-    for _ in range(300):  # four independent judgements each; 285 contain the truth on average
-        shares = (torch.rand(40, 4, generator=generator) < 0.93).double().mean(1)
-        low, high = share_interval(shares, range(40), 4) or (1, 0)
-        covered += low <= 0.93 <= high
-    assert covered >= 274
 
 
 def test_kernel_distance_against_torchmetrics_and_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,15 +233,33 @@ def test_distance_against_a_high_precision_reference(count: int, dimension: int)
     assert abs(published(features, own, variance)) < 1e-9 * variance.trace()
 
 
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return made
+
+
 def test_memory_mapped_features_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    features = normal(50, 6, 11).float()
-    np.save(tmp_path / "features.npy", features.numpy())
-    target, classes = Target(*moments(normal(100, 6, 12))), torch.arange(50) // 2
-    whole = frechet_figures(features, target, classes)
+    """The same figures; and no matrix grows with the number of pictures, of which each has one number."""
+    count, scales = 4096, 64  # at most; of every class one number for each
+    np.save(tmp_path / "features.npy", normal(count, 16, 28).float().numpy())
+    features, reference = np.load(tmp_path / "features.npy", mmap_mode="r"), normal(32, 16, 29)
+    target, classes = Target(*moments(reference)), torch.arange(count) // 2
+    whole = frechet_figures(torch.from_numpy(np.array(features)), target, classes)
     for module in (statistics, frechet):
-        monkeypatch.setattr(module, "ROWS", 16)
-    monkeypatch.setattr(frechet, "ELEMENTS", 16)
-    pieces = frechet_figures(np.load(tmp_path / "features.npy", mmap_mode="r"), target, classes)
+        monkeypatch.setattr(module, "ROWS", 64)
+    monkeypatch.setattr(frechet, "ELEMENTS", 2048)
+    monkeypatch.setattr(statistics, "KERNEL_SAMPLE", 32)
+    with Largest() as largest:
+        pieces = frechet_figures(features, target, classes)
+        kernel_distance(features, reference, classes)
+    assert largest.elements <= max(64 * 32, count * scales)
     for part in FIGURES:
         torch.testing.assert_close(getattr(pieces, part).moves, getattr(whole, part).moves, rtol=1e-7, atol=1e-10)
         assert getattr(pieces, part).value == pytest.approx(getattr(whole, part).value, rel=1e-9)
@@ -305,29 +297,6 @@ def test_the_distance_without_a_class_is_exact(count: int, dimension: int, size:
     rest = [features[classes != number] for number in range(len(found))]
     expected = left_out(torch.tensor([published(each, target.mean, target.covariance) for each in rest]).double())
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
-
-
-@pytest.mark.parametrize(("count", "dimension"), [(100, 400), (100, 100), (300, 100)])
-@pytest.mark.parametrize("heavy", [False, True])
-def test_the_limit_is_that_of_infinitely_many_images(count: int, dimension: int, heavy: bool) -> None:
-    """A method that loses 3 % of its variety is worse; by the published distance it looks better with few images."""
-    generator, scale = torch.Generator().manual_seed(22), spread(dimension)
-    target = Target(torch.zeros(dimension), torch.diag(scale**2))
-    differences, least, most = [], [], []
-    for _ in range(40):
-        features = torch.randn(count, dimension, generator=generator, dtype=torch.float64) * scale
-        if heavy:  # Student's t with 6 degrees of freedom for all features of an image
-            squares = torch.randn(count, 6, generator=generator, dtype=torch.float64).square().sum(1, keepdim=True)
-            features *= (4 / squares).sqrt()
-        after, before = (frechet_figures(each, target, range(count)) for each in (0.97 * features, features))
-        differences.append(after.published.value - before.published.value)
-        least.append(before.least.value)
-        most.append(before.most.value)
-    assert sum(differences) < 0
-    room = 5 * torch.tensor(most).std().item() / 40**0.5 + 0.02 * scale.square().sum().item()
-    assert sum(least) / 40 < room and sum(most) / 40 > -room
-    if count >= dimension:
-        assert abs(sum(least) / 40) < room
 
 
 def test_intervals_of_paired_differences_are_short() -> None:
@@ -368,51 +337,6 @@ def test_intervals_of_light_and_heavy_tails() -> None:
     one, two = (frechet_figures(normal(400, 16, 35).exp() + shift, target, range(400)) for shift in (0.5, 0.0))
     assert max(one.kurtosis, two.kurtosis) > frechet.HEAVY
     assert (one.limit_difference(two)[1] or (0, 0))[0] > 0
-
-
-@pytest.mark.parametrize(("count", "dimension", "size"), [(48, 12, 1), (120, 12, 4), (60, 96, 2)])
-def test_refits_are_those_of_images_without_each_class(count: int, dimension: int, size: int) -> None:
-    """Nearly, as a weighted mean stands for a weight. The other jackknife keeps the relation of scales as it is."""
-    features = (normal(count, dimension, 39) / 2).exp() * spread(dimension)
-    target = Target(*moments((normal(900, dimension, 40) / 2).exp() * spread(dimension)))
-    classes = torch.arange(count) // size
-    found = frechet_figures(features, target, classes)
-    others = [classes != number for number in range(count // size)]
-    again = [frechet_figures(features[kept], target, classes[kept]) for kept in others]
-    for place, end in enumerate(("least", "most")):
-        exact = left_out(torch.tensor([getattr(each, end).value for each in again], dtype=torch.float64))
-        mine, fixed = found.refits[place], getattr(found, end).moves[1]
-        assert torch.corrcoef(torch.stack((mine, exact)))[0, 1] > 0.9
-        assert (mine - exact).norm() < 0.75 * (fixed - exact).norm()
-
-
-class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that is made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return made
-
-
-def test_no_matrix_grows_with_the_number_of_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One number for each picture; apart from that nothing is larger than a piece of the file and its kernel."""
-    for module in (statistics, frechet):
-        monkeypatch.setattr(module, "ROWS", 64)
-    monkeypatch.setattr(frechet, "ELEMENTS", 2048)
-    monkeypatch.setattr(statistics, "KERNEL_SAMPLE", 32)
-    count = 4096
-    np.save(tmp_path / "features.npy", normal(count, 16, 28).float().numpy())
-    features, reference = np.load(tmp_path / "features.npy", mmap_mode="r"), normal(32, 16, 29)
-    target = Target(*moments(reference))
-    with Largest() as largest:
-        frechet_figures(features, target, torch.arange(count) // 2)
-        kernel_distance(features, reference, torch.arange(count) // 2)
-    scales = 64  # at most; of every class one number for each
-    assert largest.elements <= max(64 * 32, count * scales)
 
 
 def test_few_images_one_class_and_images_that_are_all_alike() -> None:
@@ -498,12 +422,9 @@ def test_the_benchmarks_run(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["scoring.py", "--counts", "40", "90", "--features", "8", "--reference", "120"])
     scoring.main()
-    told = capsys.readouterr().out
-    assert "40 images of 8 features" in told and "90 images of 8 features" in told
-    page = tmp_path / "coverage.md"
+    assert "90 images of 8 features" in capsys.readouterr().out
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(sys, "argv", ["coverage.py", "--runs", "2", "--every", "120", "--out", str(page)])
+    monkeypatch.setattr(sys, "argv", ["coverage.py", "--runs", "2", "--every", "120", "--out", f"{tmp_path}/page.md"])
     coverage.main()
-    text = page.read_text()
     for line in ("| normal | 0.25 | 0 | 0 | 1 |", "| 1 | 0 | 0.1 |", "| 5 | 0.05 |"):
-        assert line in text
+        assert line in (tmp_path / "page.md").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 from diffusers import FluxPipeline, StableDiffusionPipeline
 
 import elfatt_sd
-from elfatt_sd.families import find_layers
 from elfatt_sd.toy import EMBEDDED, GUIDANCE, TOY, renderer
 from elfatt_sd.toy.features import CLASSIFIER_FILE, load_feature_extractor
 from elfatt_sd.toy.renderer import (
@@ -52,29 +50,20 @@ def size(folder: Path) -> int:
 def test_they_are_small_standard_directories_without_pickles(transformer: Any, tmp_path: Path) -> None:
     assert size(TOY) <= 12_000_000 and sum(size(each.folder) for each in EMBEDDED.values()) <= 24_000_000
     assert size(CLASSIFIER_FILE.parent) <= 1_000_000
-    for name, kind in (("toy", "StableDiffusionPipeline"), ("toy-dit", "FluxPipeline")):
-        folder = EMBEDDED[name].folder
-        assert json.loads((folder / "model_index.json").read_text())["_class_name"] == kind
-        assert not [path for path in folder.rglob("*") if path.suffix in {".bin", ".pt", ".ckpt", ".pkl"}]
-    plain: Any = FluxPipeline.from_pretrained(EMBEDDED["toy-dit"].folder)
-    assert type(transformer) is type(plain)
+    for each in EMBEDDED.values():
+        assert not [path for path in each.folder.rglob("*") if path.suffix in {".bin", ".pt", ".ckpt", ".pkl"}]
+    assert type(transformer) is type(FluxPipeline.from_pretrained(EMBEDDED["toy-dit"].folder))
     quality.save_sheet(torch.cat(list(quality.renders(64, 1, 128))), tmp_path / "sheet.png")
     assert 10_000 < size(tmp_path) < 600_000
 
 
-def test_the_finest_grids_have_4096_tokens_and_even_heads(pipeline, transformer) -> None:
-    assert pipeline.unet.config.sample_size == 64
-    assert pipeline.unet.config.sample_size * pipeline.vae_scale_factor == 256
+def test_they_have_the_layers_that_methods_are_made_for_and_load_in_half_precision(pipeline: Any) -> None:
     layers = [layer for name, layer in pipeline.unet.named_modules() if name.endswith("attn1")]
-    assert len(layers) == 13
+    assert len(layers) == 13 and pipeline.unet.config.sample_size == 64
     assert all(layer.heads % 2 == 0 and layer.to_q.out_features // layer.heads % 8 == 0 for layer in layers)
-    plan = elfatt_sd.plan(transformer, "elfatt-fast")
-    assert {layer.tokens for layer in plan.layers} == {4096}
-    assert len(plan.layers) == len(find_layers(transformer.transformer)) == 7
     with pytest.warns(UserWarning, match="many times slower"):
         half = elfatt_sd.load_pipeline("toy", device="cpu", dtype="float16")
-    for pipe, dtype in ((pipeline, torch.float32), (half, torch.float16)):
-        assert {part.dtype for part in (pipe.unet, pipe.vae, pipe.text_encoder)} == {dtype}
+    assert {part.dtype for part in (half.unet, half.vae, half.text_encoder)} == {torch.float16}
 
 
 def test_every_word_is_one_token(pipeline):
@@ -103,10 +92,8 @@ def test_the_classifier_reads_held_out_renders(classifier):
 
 def test_the_distance_is_zero_to_itself_and_grows_with_damage(classifier):
     images = torch.cat(list(quality.renders(96, 1, 256)))
-    features = classifier(images)
-    mild, heavy = classifier(images.clamp(20, 235)), classifier(255 - images)
-    assert abs(quality.distance(features, features)) < 1e-6
-    assert 0 < quality.distance(features, mild) < quality.distance(features, heavy)
+    same, mild, heavy = (classifier(each) for each in (images, images.clamp(20, 235), 255 - images))
+    assert abs(quality.distance(same, same)) < 1e-6 < quality.distance(same, mild) < quality.distance(same, heavy)
 
 
 def test_the_autoencoder_restores_renders(pipeline):
@@ -122,7 +109,7 @@ def test_images_show_what_was_asked_for(
     request: pytest.FixtureRequest, classifier, name: str, count: int, least: float
 ) -> None:
     classes, unet = quality.draw_classes(count, 1), name == "pipeline"
-    settings = {"num_inference_steps": 8 if unet else 4, "guidance_scale": GUIDANCE if unet else 1.0}
+    settings = {"num_inference_steps": 6 if unet else 4, "guidance_scale": GUIDANCE if unet else 1.0}
     prompts = [describe(*labels) for labels in classes]
     made = quality.generate(request.getfixturevalue(name), prompts, 0, count, **settings)
     hits = quality.predicted(classifier, quality.shrink(torch.cat(list(made)))) == class_labels(classes)
@@ -130,26 +117,20 @@ def test_images_show_what_was_asked_for(
     assert hits[:, 1:].double().mean() >= least  # all but the shape
 
 
-def test_pictures_are_in_range_and_do_not_depend_on_their_batch():
-    scenes = sample_scenes(12, 0)
-    images = render(scenes, 64)
+def test_pictures_do_not_depend_on_their_batch_and_labels_are_drawn_equally_often():
+    scenes = sample_scenes(4000, 1)
+    images = render(scenes[:12], 64)
     assert (images.shape, images.dtype) == ((12, 3, 64, 64), torch.float32)
     assert images.min() >= 0 and images.max() <= 1
-    assert render([], 32).shape == (0, 3, 32, 32)
-    torch.testing.assert_close(torch.cat([render([scene], 64) for scene in scenes]), images)
-
-
-def test_labels_are_drawn_equally_often_and_named():
-    labels = renderer.scene_labels(sample_scenes(4000, 1))
+    torch.testing.assert_close(torch.cat([render([scene], 64) for scene in scenes[:12]]), images)
+    labels = renderer.scene_labels(scenes)
     for column, values in zip(labels.T, ATTRIBUTES.values(), strict=True):
         shares = torch.bincount(column, minlength=len(values)) / len(labels)
         assert (shares * len(values) - 1).abs().max() < 0.25
     assert (labels[:, 1] != labels[:, 3]).all()
     assert renderer.caption(Scene("star", "red", "striped", "blue")) == "a red star on a striped blue background"
     assert describe("star", "orange", "plain", "blue").startswith("an orange star")
-    assert len(set(CLASS_PROMPTS)) == len(CLASSES)
-    assert len(CLASSES) == len(renderer.SHAPES) * len(renderer.PATTERNS) * len(COLORS) * (len(COLORS) - 1)
-    assert not any(color == background for _, color, _, background in CLASSES)
+    assert len(set(CLASS_PROMPTS)) == len(CLASSES) == 6 * 4 * 8 * 7  # the colours of object and background differ
 
 
 def test_the_object_has_its_colour_and_place_and_the_pattern_its_second_tone():
