@@ -61,6 +61,7 @@ SUFFIXES = re.compile(
 )
 _BYTES = re.compile(r"(large_)?binary|struct<.*bytes: (large_)?binary.*>")
 _COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")  # of tables with more bytes than these
+BESIDE = re.compile(r"\.(caption|cls|csv|jsonl?|md|np[yz]|tsv|txt|xml|ya?ml)")  # what lies next to images
 ACCEPTED = (
     "a folder of images, a .parquet file or a folder of them, or statistics with mu and sigma in an .npz; unpack "
     "archives first"
@@ -89,6 +90,7 @@ class Source:
     entries: Sequence[Entry]
     fingerprint: Any  # plain data that changes when the images do: names, sizes and times of files
     read: Callable[[Entry], bytes]  # returns the encoded bytes of an entry; safe to call from several threads
+    left_out: Sequence[str] = ()  # names of what is no image
     prepare: Callable[[Any], Pixels] = np.array  # what happens to a decoded image
 
     def __len__(self) -> int:
@@ -120,13 +122,15 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
     path = Path(source)
     if path.is_dir():
         shards = visible(path.glob("*.parquet"))
-        found = _tables(shards) if shards else _folder(path)
+        beside = (each for each in visible(path.iterdir()) if not BESIDE.fullmatch(each.suffix.lower()))
+        others = [each.name for each in beside if each not in shards]
+        found = replace(_tables(shards), left_out=others) if shards else _folder(path)
     elif path.suffix.lower() == ".parquet":
         found = _tables([path])
     else:
         raise ElfattError(f"reference {path} is a file of another kind; accepted: {ACCEPTED}.")
     if not found.entries:
-        raise ElfattError(f"reference {path} holds no image; accepted: {ACCEPTED}.")
+        raise ElfattError(f"reference {path} holds no image{left_out_words(found.left_out)}; accepted: {ACCEPTED}.")
     if not per_class:
         return found
     groups = {entry.group for entry in found.entries}
@@ -149,6 +153,12 @@ def check_exists(source: str) -> None:
         raise ElfattError(f"reference {source} does not exist; accepted: {ACCEPTED}.")
 
 
+def left_out_words(names: Sequence[str]) -> str:
+    """Say in brackets how many files are left out and name the first; empty where there is none."""
+    named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f" ({len(names)} left out, being no images: {named})" if names else ""
+
+
 def _folder(folder: Path) -> Source:
     """List the images in a folder and in all below it, linked ones too, without what is hidden."""
 
@@ -156,6 +166,7 @@ def _folder(folder: Path) -> Source:
         raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
 
     found: list[tuple[str, Path]] = []
+    left_out: list[str] = []
     seen: set[tuple[int, int]] = set()  # a link may lead back, or several to one folder
     for place, folders, files in os.walk(folder, onerror=tell, followlinks=True):
         status = os.stat(place)
@@ -165,11 +176,15 @@ def _folder(folder: Path) -> Source:
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         shown = [Path(place, name) for name in files if not is_hidden(name)]
-        images = [path for path in shown if SUFFIXES.fullmatch(path.suffix.lower())]
-        found += [(path.relative_to(folder).as_posix(), path) for path in images]
+        for name, path in ((path.relative_to(folder).as_posix(), path) for path in shown):
+            if SUFFIXES.fullmatch(path.suffix.lower()):
+                found.append((name, path))
+            elif not BESIDE.fullmatch(path.suffix.lower()):
+                left_out.append(name)
     found.sort()
     entries = [Entry(name, path, Path(name).parent.name) for name, path in found]
-    return Source(entries, [_stamp(name, path) for name, path in found], lambda entry: read_plain(entry.where))
+    stamps = [_stamp(name, path) for name, path in found]
+    return Source(entries, stamps, lambda entry: read_plain(entry.where), sorted(left_out))
 
 
 def _stamp(name: str, path: Path) -> list[Any]:

@@ -26,6 +26,7 @@ from elfatt_sd.evaluation.extraction import (
     check_shared,
     extract,
     gathered,
+    left_out_words,
     open_source,
     together,
 )
@@ -127,6 +128,8 @@ def build_reference(
         )
     _check_count(wanted, count)
     description = {key: value for key, value in data.items() if key != "format"}
+    if words := left_out_words(pictures.left_out):  # not in the cache: these files are no part of the identity
+        description["left_out"] = words[2:-1]  # without its brackets
     suffix = "" if isinstance(pictures, Renders) else _suffix(count, data["resize"], data["size"])
     return Reference(statistics, sample, count, unreadable, identity, suffix, description)
 
@@ -151,7 +154,7 @@ def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[Source | 
         return pictures, pictures.fingerprint
     recipe = _recipe(wanted)
     pictures = replace(open_source(wanted.source, wanted.per_class), prepare=functools.partial(resized, **recipe))
-    _check_count(wanted, len(pictures))
+    _check_count(wanted, len(pictures), pictures.left_out)
     return pictures, [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, DECODING]
 
 
@@ -170,17 +173,19 @@ def _identity(fingerprint: Any, extractor: Extractor) -> str:
     return sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
 
 
-def _check_count(wanted: Wanted, count: int) -> None:
+def _check_count(wanted: Wanted, count: int, left_out: Sequence[str] = ()) -> None:
     """Refuse another number of images than the expected one, unless that is allowed."""
     if count != wanted.count and not wanted.allow_count:
         remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
-        raise ElfattError(f"reference {wanted.source} has {count} images; accepted are {wanted.count}, or {remedy}.")
+        said = f"{count} images{left_out_words(left_out)}"
+        raise ElfattError(f"reference {wanted.source} has {said}; accepted are {wanted.count}, or {remedy}.")
 
 
 class Renders:
     """Held-out images of the toy's renderer, with the classes of the prompts."""
 
     BLOCK = 1 << 16
+    left_out: Sequence[str] = ()
 
     def __init__(self, count: int, classes: Sequence[int]) -> None:
         from elfatt_sd.toy import renderer

@@ -65,7 +65,7 @@ def test_bad_sources(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("gone.npz", {}, "does not exist"),
         ("empty", {}, "holds no image; accepted"),
         ("val.tar", {}, "a file of another kind; .* unpack archives first"),
-        ("shards", {}, "holds no image; accepted: .* unpack archives first"),
+        ("shards", {}, r"no image \(1 left out, being no images: val-000.tar\); .* unpack archives first"),
         ("bad.parquet", {}, "bad.parquet cannot be read"),
         ("rubbish", {"count": 2}, "0 readable images; accepted are 2 or more; first: 0.png"),
         ("flat", {"per_class": 5}, "no classes, which per_class=5 needs; give one folder per class"),
@@ -90,7 +90,7 @@ def test_bad_sources(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         open_source(folder)
 
 
-def test_what_is_hidden_is_passed_over_and_links_that_lead_back_count_once(tmp_path: Path) -> None:
+def test_what_is_no_image_is_named_what_is_hidden_is_not_and_links_that_lead_back_count_once(tmp_path: Path) -> None:
     red = encoded(Image.new("RGB", (8, 8), "red"), "PNG")
     seen = ("cat/scan.gif", "dog/map.pgm", "photo.avif")
     hidden = (".ipynb_checkpoints/0.png", "cat/.thumbnails/0.png", "@eaDir/a.png", "dog/.partial.png", "dog/.DS_Store")
@@ -106,6 +106,11 @@ def test_what_is_hidden_is_passed_over_and_links_that_lead_back_count_once(tmp_p
     (place / "1.png").write_bytes(red)
     found = [Path(entry.name).name for entry in open_source(tmp_path).entries]
     assert found == ["scan.gif", "map.pgm", "1.png", "photo.avif"]
+    with pytest.raises(ElfattError, match=r"has 4 images \(1 left out, being no images: dog/weights.bin\)"):
+        build(tmp_path, tmp_path / ".cache", count=7)
+    (tmp_path / "cat/scan.gif").write_bytes(encoded(Image.new("RGB", (8, 8), "blue"), "PNG"))
+    built = build(tmp_path, tmp_path / ".cache", count=4, allow_count=True)
+    assert built.description["left_out"] == "1 left out, being no images: dog/weights.bin"
 
 
 def test_tables_and_their_columns(tmp_path: Path) -> None:
