@@ -105,22 +105,22 @@ def scheduler_like(own: Any, kind: Any, **settings: Any) -> Any:
     return made
 
 
-def scheduler_class(name: str) -> str:
-    """Return the name of diffusers' class that a scheduler's name stands for."""
-    found = SCHEDULERS.get(name.lower(), name)
-    if found not in SCHEDULERS.values():
+def scheduler_class(name: str) -> Any:
+    """Return diffusers' class that a name in `SCHEDULERS` stands for, or that has the name itself."""
+    import diffusers
+
+    kind = getattr(diffusers, SCHEDULERS.get(name.lower(), name), None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         accepted = ", ".join(SCHEDULERS)
-        raise ElfattError(f"scheduler={name!r} is not known; accepted: {accepted}, or one of their classes' names.")
-    return found
+        raise ElfattError(f"scheduler={name!r} is not known; accepted: {accepted}, or a scheduler class of diffusers.")
+    return kind
 
 
 def make_scheduler(name: str, own: Any) -> Any:
-    """Return a scheduler by a name in `SCHEDULERS`, or by its class, with the settings of a model's own."""
-    import diffusers
-
-    kind = getattr(diffusers, scheduler_class(name))
+    """Return a scheduler by its name, with the settings of a model's own."""
+    kind = scheduler_class(name)
     try:
-        return scheduler_like(own, kind, **({"skip_prk_steps": True} if kind is diffusers.PNDMScheduler else {}))
+        return scheduler_like(own, kind, **({"skip_prk_steps": True} if kind.__name__ == "PNDMScheduler" else {}))
     except ElfattError as error:
         own_name = type(own).__name__
         raise ElfattError(f"scheduler={name!r} does not fit the model's {own_name}: {error}; leave it out.") from error

@@ -210,7 +210,12 @@ def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None]) -> N
                 different = [f"{source.manifest} does not list this run's images"]
             if not different:
                 for image in images:
-                    _copy_image(source, row, image)
+                    path = source.image_file(image.index)
+                    content = read_plain(path)
+                    if hashlib.sha256(content).hexdigest() != image.sha256:
+                        said = f"is not the image that was generated; row {row.name!r} cannot be reused"
+                        raise ElfattError(f"{path} {said}.")
+                    write_file(row.image_file(image.index), content)
                 row.finish(source.manifest.read_bytes())
             said = f"not reused: {'; '.join(different)}" if different else "reused"
             tell(f"generate: row {row.name} of {other.folder} is {said}")
@@ -220,11 +225,3 @@ def _made(protocol: Protocol, cell: Cell) -> str:
     config: dict[str, Any] = cell.config().to_dict()
     del config["method"]  # a name
     return repr([[getattr(protocol, name) for name in _DECISIVE], config, cell.peer, cell.options, cell.seed_offset])
-
-
-def _copy_image(source: RowFolder, row: RowFolder, image: MadeImage) -> None:
-    path = source.image_file(image.index)
-    content = read_plain(path)
-    if hashlib.sha256(content).hexdigest() != image.sha256:
-        raise ElfattError(f"{path} is not the image that was generated; row {row.name!r} cannot be reused.")
-    write_file(row.image_file(image.index), content)

@@ -17,12 +17,12 @@ import msgspec
 from msgspec import Meta
 
 from elfatt_sd.config import PatchConfig, known_method
-from elfatt_sd.errors import REPORT, ElfattError, need
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.metrics import MetricChoice
 from elfatt_sd.evaluation.prompts import PromptFile
 from elfatt_sd.files import checked, is_plain_name, known_keys, one_folder, read_plain, refused, sha256_of_data, visible
 from elfatt_sd.methods import attention_named
-from elfatt_sd.peers import PEERS, check_settings, packages_of
+from elfatt_sd.peers import PEERS, check_settings
 from elfatt_sd.phases import RUN_SETTINGS, setting_names
 
 Count = Annotated[int, Meta(ge=1, le=1_000_000)]
@@ -43,6 +43,7 @@ _UNGIVEN: list[tuple[str, Any]] = [
     ("negative_prompt", ""),
 ]  # keys that are younger than results that are published
 NAME = "letters, digits and . _ - + =, and no name that a system keeps for itself"
+TOLERANCE = 1e-3  # of figures that are computed again: another machine sums in another order
 QUICK_STEPS = 2  # of each call that measures memory, in a quick look
 _FOLDERS = (Path("eval"), Path(__file__).parents[2] / "eval", Path(__file__).parent / "protocols")
 
@@ -250,26 +251,37 @@ def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "reference": {key: value for key, value in reference.items() if key != "allow_count"}}
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List what differs between nested tables, as lines such as `time.repeats: 5 there, 3 here`; rows go by names."""
-
-    def flat(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-            value = {item.get("name", index): item for index, item in enumerate(value)}
-        if not isinstance(value, Mapping):
-            yield place, value
-            return
-        for key, item in value.items():
-            yield from flat(item, f"{place}.{key}" if place else str(key))
-
-    old, new = dict(flat(before)), dict(flat(now))
-    pairs = {key: (old.get(key, "absent"), new.get(key, "absent")) for key in dict.fromkeys([*old, *new])}
-    return [f"{key}: {there} there, {here} here" for key, (there, here) in pairs.items() if there != here]
+def differences(before: Any, now: Any) -> list[str]:
+    """List what differs between two nested tables, as lines such as `time.repeats: 5 there, 3 here`."""
+    return [f"{key}: {there} there, {here} here" for key, there, here in unequal(before, now, tolerance=0.0)]
 
 
-def check_packages(protocol: Protocol) -> None:
-    """Check that the packages are installed which all stages of a run need together."""
-    need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers))
+def unequal(
+    before: Any, now: Any, key: str = "", *, tolerance: float = TOLERANCE, size: float = 0.0
+) -> Iterator[tuple[str, Any, Any]]:
+    """Compare plain data; yields the place and both values of each difference."""
+    if isinstance(now, dict):
+        middle, ends = now.get("value", now.get("mean")), now.get("interval")
+        width = ends[1] - ends[0] if isinstance(ends, list) else 0.0
+        size = max(size, abs(middle) if isinstance(middle, float) else 0.0, width)
+    old, new = _parts(before), _parts(now)
+    if old is not None and new is not None:
+        for name in dict.fromkeys([*old, *new]):
+            place = f"{key}{name}".removeprefix(".")
+            yield from unequal(old.get(name), new.get(name), place, tolerance=tolerance, size=size)
+    elif isinstance(before, float) and isinstance(now, float):
+        if not abs(before - now) <= tolerance * max(size, abs(now)):  # so written, NaN differs from all
+            yield key, before, now
+    elif before != now:
+        yield key, before, now
+
+
+def _parts(data: Any) -> dict[str, Any] | None:
+    """Return what a table or a list holds, by its place there: a key, a row's name, a number."""
+    if isinstance(data, list):
+        rows = (item if isinstance(item, dict) else {} for item in data)
+        return {f"[{row.get('cell', row.get('name', index))}]": data[index] for index, row in enumerate(rows)}
+    return {f".{name}": item for name, item in data.items()} if isinstance(data, dict) else None
 
 
 def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit: int | None = None) -> Protocol:
@@ -340,18 +352,13 @@ def _override(data: dict[str, Any], override: str) -> None:
 
 def _make_quick(data: dict[str, Any], limit: int) -> None:
     """Limit the images of a row, the rounds and batch of the timing, and the batch sizes and steps of the memory."""
-
-    def at_most(value: Any, most: int) -> Any:
-        return min(value, most) if isinstance(value, int) else value  # what is no number is refused later
-
     data["limit"] = limit
-    if isinstance(timing := data.get("time"), dict):
-        timing["repeats"] = at_most(timing.get("repeats", Time.repeats), limit)
-        timing["batch"] = at_most(timing.get("batch") or data.get("batch", 1), limit)
-    if isinstance(memory := data.get("memory"), dict):
-        if isinstance(batches := memory.get("batches", [*Memory.batches]), list):
-            memory["batches"] = sorted(set(batches))[:2]
-        memory["steps"] = at_most(memory.get("steps") or data.get("steps", QUICK_STEPS), QUICK_STEPS)
+    if timing := data.get("time"):
+        timing["repeats"] = min(timing.get("repeats", Time.repeats), limit)
+        timing["batch"] = min(timing.get("batch") or data.get("batch", 1), limit)
+    if memory := data.get("memory"):
+        memory["batches"] = sorted(set(memory.get("batches", Memory.batches)))[:2]
+        memory["steps"] = min(memory.get("steps") or data.get("steps", QUICK_STEPS), QUICK_STEPS)
 
 
 def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -69,10 +69,6 @@ class RowFolder:
         return self.manifest.is_file()
 
     @property
-    def begun(self) -> bool:
-        return self.finished or self.batches_folder.is_dir()
-
-    @property
     def failure(self) -> str | None:
         found = read_typed(self.failure_file, Failure, "delete it")
         return None if found is None else found.reason
@@ -201,7 +197,7 @@ class Run:
 
     def check_environment(self, environment: Mapping[str, Any]) -> None:
         """Refuse to go on where images would come out differently."""
-        begun = [self.protocol.cell(row.name) for row in self.rows if row.begun]
+        begun = [self.protocol.cell(row.name) for row in self.rows if row.finished or row.batches_folder.is_dir()]
         if self.begun and (changed := same_images(self.record.environment, environment, begun)):
             raise ElfattError(
                 f"{self.folder} was begun where images come out differently ({'; '.join(changed)}); "
@@ -240,7 +236,7 @@ class Run:
             environment["timing"] = {key: time[key] for key in kept if time.get(key)}
         rows = []
         for cell, row in zip(protocol.cells, self.rows, strict=True):
-            score, *others = (data.get("rows", {}).get(row.name) or {} for data in found.values())
+            score, timed, memory, cost = (data.get("rows", {}).get(row.name) or {} for data in found.values())
             images = score.get("images")
             rows.append(
                 {
@@ -252,7 +248,9 @@ class Run:
                     "role": cell.role,
                     **{key: score.get(key) for key in _SCORED},
                     "images": len(row.made_images()) if images is None and row.finished else images,
-                    **{key: other or None for key, other in zip(("time", "memory", "cost"), others, strict=True)},
+                    "time": timed or None,
+                    "memory": memory or None,
+                    "cost": cost or None,
                     "failed": row.failure,
                 }
             )

@@ -6,20 +6,21 @@ A stage is skipped when it is finished and its inputs did not change.
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.errors import REPORT, ElfattError, ElfattFailure, need
 from elfatt_sd.evaluation.extraction import by_first, check_exists, every_minute, is_first, leave_processes
 from elfatt_sd.evaluation.generate import generate, row_costs, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
 from elfatt_sd.evaluation.metrics import load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts
-from elfatt_sd.evaluation.protocols import Cell, Protocol, check_packages, decisive
+from elfatt_sd.evaluation.protocols import TOLERANCE, Protocol, decisive, unequal
 from elfatt_sd.evaluation.records import SCORES_FORMAT, ResultsRecord, is_whole, read_data
 from elfatt_sd.evaluation.run import (
     COST_FILE,
@@ -49,11 +50,11 @@ from elfatt_sd.files import (
 )
 from elfatt_sd.loading import check_model, pick_device, pick_dtype
 from elfatt_sd.measure import Stopwatch
+from elfatt_sd.peers import packages_of
 from elfatt_sd.progress import Progress
 
 _REMEDY = "delete it"
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
-TOLERANCE = 1e-3  # of figures that are computed again: another machine sums in another order
 _ROUNDING = 1e-9
 
 
@@ -84,9 +85,6 @@ def extent(run: Run) -> str:
 def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[], Any]]:
     """Return what is to be tried before anything is loaded, also for scores; each raises an `ElfattError`."""
 
-    def device() -> None:
-        pick_dtype(protocol.dtype, pick_device(protocol.device))
-
     def prompts() -> None:
         count = len(run_prompts(protocol))
         if count < 2:
@@ -94,56 +92,48 @@ def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[]
         if any(choice.metric == "prdc" for choice in protocol.metrics):
             check_enough(count * protocol.frames)
 
-    def reference() -> None:
-        if protocol.extractors:
-            check_exists(protocol.reference.source)
-
     def weights() -> None:
         if protocol.inception_weights and not Path(protocol.inception_weights).is_file():
             what = f"inception_weights={protocol.inception_weights!r}"
             raise ElfattError(f"{what} is not a file; give the one that Inception's weights are in.")
 
-    def model() -> None:
-        check_model(protocol.model, variant=protocol.variant or None)
-
-    return [device, model, prompts, *([lambda: check_packages(protocol), reference, weights] if scored else [])]
-
-
-def check_inputs(protocol: Protocol) -> None:
-    """Try what can fail before hours of work, extractors and the reference included."""
-    for check in first_checks(protocol):
-        check()
-    score_inputs(protocol, load_extractors(protocol))
+    checks: list[Callable[[], Any]] = [
+        lambda: pick_dtype(protocol.dtype, pick_device(protocol.device)),
+        lambda: check_model(protocol.model, variant=protocol.variant or None),
+        prompts,
+    ]
+    if scored:
+        checks += [lambda: need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers)), weights]
+    if scored and protocol.extractors:
+        checks.append(lambda: check_exists(protocol.reference.source))
+    return checks
 
 
 def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
-    protocol, pipes, found = run.protocol, list[Any](), list[str]()
+    protocol, found = run.protocol, dict[str, None]()
 
-    def attempt(check: Callable[..., Any], *given: Any, where: str = "") -> None:
+    @contextlib.contextmanager
+    def noted(where: str = "") -> Iterator[None]:
         try:
-            check(*given)
+            yield
         except ElfattError as error:
-            found.append(f"{where}{error}")
+            found[f"{where}{error}"] = None
 
-    def patch(pipe: Any, cell: Cell) -> None:
-        with row_patch(pipe, cell):
-            pass
-
-    attempt(check_writable, run.folder)
-    attempt(run.check)
-    for other in reuse:
-        attempt(Run.open, other)
-    for check in first_checks(protocol):
-        attempt(check)
-    attempt(lambda: load_metrics(protocol.metrics, network_device(protocol)))
-    attempt(lambda: score_inputs(protocol, load_extractors(protocol)))
-    attempt(lambda: pipes.append(load_protocol_pipeline(protocol)))
-    for pipe in pipes:
-        attempt(check_size, protocol, pipe)
+    checks: list[Callable[[], Any]] = [lambda: check_writable(run.folder), run.check]
+    checks += [functools.partial(Run.open, other) for other in reuse]
+    checks += [*first_checks(protocol), lambda: load_metrics(protocol.metrics, network_device(protocol))]
+    checks.append(lambda: score_inputs(protocol, load_extractors(protocol)))
+    for check in checks:
+        with noted():
+            check()
+    with noted():
+        pipe = load_protocol_pipeline(protocol)
         for cell in protocol.cells:
-            attempt(patch, pipe, cell, where=f"row {cell.name!r}: ")
-    return list(dict.fromkeys(found))
+            with noted(f"row {cell.name!r}: "), row_patch(pipe, cell):
+                pass
+        check_size(protocol, pipe)
+    return list(found)
 
 
 def evaluate(
@@ -155,14 +145,15 @@ def evaluate(
 
     Under `accelerate launch` the processes share images and features, and the first one does the rest.
     """
+    protocol = run.protocol
     with run.writing() as first:
-        by_first(run.check)
-        by_first(lambda: check_inputs(run.protocol))
+        for check in [run.check, *first_checks(protocol), lambda: score_inputs(protocol, load_extractors(protocol))]:
+            by_first(check)
         tell = report if first else lambda line: None
         if not (run.folder / SCORES_FILE).exists():
             tell("reference: begun")
         # first: what is wrong with it should cost no images
-        build_references(run.protocol, progress=every_minute(tell))
+        build_references(protocol, progress=every_minute(tell))
         free_memory()
         failed = [*generate(run, reuse=reuse, show_progress=show_progress).items()]
         by_first(lambda: write_cost(run))
@@ -171,10 +162,10 @@ def evaluate(
         leave_processes()
         if not first:
             return {}
-        if run.protocol.time is not None:
+        if protocol.time is not None:
             failed += _once(run, "time", TIME_FILE, report, lambda: measure_time(run, report)).items()
         free_memory()
-        if run.protocol.memory is not None:
+        if protocol.memory is not None:
             failed += _once(run, "memory", MEMORY_FILE, report, lambda: measure_memory(run, report)).items()
         write_page(run, report)
         reasons: dict[str, dict[str, None]] = {}
@@ -301,25 +292,3 @@ def _wrong_images(run: Run, row: RowFolder) -> Iterator[str]:
     for path in visible(row.images_folder.glob("*.png")):
         if path not in paths:
             yield f"{path}: not an image of this run"
-
-
-def unequal(
-    before: Any, now: Any, key: str = "", *, tolerance: float = TOLERANCE, size: float = 0.0
-) -> Iterator[tuple[str, Any, Any]]:
-    """Compare plain data; yields the place and both values of each difference."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        middle, ends = now.get("value", now.get("mean")), now.get("interval")
-        width = ends[1] - ends[0] if isinstance(ends, list) else 0.0
-        size = max(size, abs(middle) if isinstance(middle, float) else 0.0, width)
-        for name in dict.fromkeys([*before, *now]):
-            place = f"{key}.{name}" if key else str(name)
-            yield from unequal(before.get(name), now.get(name), place, tolerance=tolerance, size=size)
-    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        for index, (old, new) in enumerate(zip(before, now, strict=True)):
-            name = old.get("cell", index) if isinstance(old, dict) else index
-            yield from unequal(old, new, f"{key}[{name}]", tolerance=tolerance, size=size)
-    elif isinstance(before, float) and isinstance(now, float):
-        if not abs(before - now) <= tolerance * max(size, abs(now)):  # so written, NaN differs from all
-            yield key, before, now
-    elif before != now:
-        yield key, before, now

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
@@ -24,13 +25,19 @@ from support.runs import ROOT, make, row_of, run_data
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.generate import take_over
-from elfatt_sd.evaluation.prompts import read_labels
-from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.protocols import Protocol, unequal
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.run import RowFolder, Run
 from elfatt_sd.files import HOLDER_FILE, folder_lock
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def raise_(error: type[BaseException]) -> Callable[..., None]:
+    def call(*_: Any) -> None:
+        raise error
+
+    return call
 
 
 def pixels(path: Path) -> np.ndarray[Any, Any]:
@@ -120,8 +127,9 @@ for moment, before in ((1, True), (3, False), (10, True)):
         assert runs.tree(tmp_path / f"killed{moment}" / "cells") == uninterrupted, moment
 
 
-def test_two_processes_make_the_same_bytes(made: tuple[Path, Protocol], tmp_path: Path) -> None:
-    run_dir, protocol = made
+def test_two_processes_go_through_all_stages(finished_run: Path, workplace: Path, tmp_path: Path) -> None:
+    """They share the images; bytes and scores are those of one process, of which some rows are here."""
+    protocol = runs.write_protocol(tmp_path, workplace / "sd15", runs.UNTOUCHED)
     (tmp_path / "start.py").write_text(f"""
 import os
 from pathlib import Path
@@ -135,59 +143,46 @@ def noted(run, pipe, row, number, batch):
 make, generate.make_batch = generate.make_batch, noted
 main()
 """)
-    command = ["eval", "generate", str(run_dir.parent / "small.toml"), "--out", str(tmp_path / "run"), "--quiet"]
-    start = [*runs.TWO_PROCESSES, str(tmp_path / "start.py"), *command]
-    done = subprocess.run(start, env=ONE_THREAD, capture_output=True, text=True, timeout=500)
+    command = [*runs.TWO_PROCESSES, str(tmp_path / "start.py"), "eval", "run", str(protocol), "--out", tmp_path / "run"]
+    for override in [*runs.full_overrides(workplace), "time.repeats=1", "memory.steps=1"]:
+        command += ["--set", override]
+    environment = {**ONE_THREAD, "ELFATT_SD_CACHE": str(tmp_path / "cache")}  # the reference is shared out
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
-    shares = {f"process {number % 2} made {cell.name} {number}" for cell in protocol.cells for number in range(3)}
+    shares = {f"process {number % 2} made {name} {number}" for name in ("sd", "null") for number in range(3)}
     assert {path.name for path in tmp_path.glob("process *")} == shares
-    assert runs.tree(tmp_path / "run" / "cells") == runs.tree(run_dir / "cells")
+    finished = [line.split(" in ")[0] for line in done.stderr.splitlines() if ": done in" in line]
+    assert finished == [f"{stage}: done" for stage in ("score", "time", "memory", "report")]  # each of them once
+    both, one = (json.loads((run / "scores.json").read_text())["rows"] for run in (tmp_path / "run", finished_run))
+    assert list(unequal({name: one[name] for name in both}, both)) == []
+    for name in both:
+        assert runs.tree(tmp_path / "run" / "cells" / name) == runs.tree(finished_run / "cells" / name)
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())["rows"]
+    assert [row["batches"] for row in memory.values()] == [[1, 2]] * 2
+    assert (tmp_path / "run" / "report" / "index.html").is_file()
 
 
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
-    real, calls = os.fsync, [0]
+def test_a_full_disk_is_one_line_and_finished_batches_stay(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir, protocol = made
+    real, calls = os.fsync, list[int]()
 
     def full(handle: int) -> None:
-        calls[0] += 1
-        if calls[0] == 6:
+        calls.append(handle)
+        if len(calls) == 6:
             raise OSError(errno.ENOSPC, "No space left on device")
         real(handle)
 
-    monkeypatch.setattr(os, "fsync", full)
-    return ElfattFailure
-
-
-def interruption(monkeypatch: pytest.MonkeyPatch) -> type[BaseException]:
-    real, calls = generate.make_images, [0]
-
-    def interrupted(*given: Any) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] == 3:
-            raise KeyboardInterrupt
-        return real(*given)
-
-    monkeypatch.setattr(generate, "make_images", interrupted)
-    return KeyboardInterrupt
-
-
-@pytest.mark.parametrize("stop", [interruption, full_disk])
-def test_a_run_that_stops_keeps_its_batches(
-    made: tuple[Path, Protocol],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    stop: Callable[[pytest.MonkeyPatch], type[BaseException]],
-) -> None:
-    run_dir, protocol = made
-    with monkeypatch.context() as patch, pytest.raises(stop(patch)) as error:
+    with monkeypatch.context() as patch, pytest.raises(ElfattFailure, match="no space left on the disk of") as error:
+        patch.setattr(os, "fsync", full)
         make(tmp_path / "run", protocol)
-    said = "no space left on the disk of" if stop is full_disk else ""
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
     seeds: list[list[int]] = []
-    real = generate.make_images
-    monkeypatch.setattr(generate, "make_images", lambda *given: seeds.append(given[3]) or real(*given))
+    draw = generate.make_images
+    monkeypatch.setattr(generate, "make_images", lambda *given: seeds.append(given[3]) or draw(*given))
     assert make(tmp_path / "run", protocol) == {}
-    begun = [[7]] if stop is interruption else [[5, 6], [7]]  # of the baseline: what was finished is not made again
-    assert seeds[: len(begun)] == begun
+    assert seeds[:2] == [[5, 6], [7]], "of the baseline; what was finished is not made again"
     assert runs.tree(tmp_path / "run" / "cells") == runs.tree(run_dir / "cells")
     count = len(seeds)
     make(tmp_path / "run", protocol)
@@ -208,42 +203,19 @@ def test_batches_with_damaged_lists_are_made_anew(made: tuple[Path, Protocol], t
     assert [row.manifest.read_bytes() for row in run.rows] == whole
 
 
-def test_marks_that_end_lines_elsewhere_stay_in_prompts(tmp_path: Path) -> None:
+def test_a_row_is_finished_before_it_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends in between leaves no failure; marks that end lines elsewhere stay in prompts."""
     marks = "a\u2028b\u2029c\x85d\x0ce"  # each ends a line for `str.splitlines`
-    for name, head in (("labels.txt", ""), ("labels.csv", "name\n")):
-        (tmp_path / name).write_text(f"{head}{marks}\ndog\n", encoding="utf-8")
-        assert [label.name for label in read_labels(tmp_path / name)] == [marks, "dog"]
     row = RowFolder(tmp_path / "row")
     made = [MadeImage(index, "images/0.png", marks, 0, index, "0" * 64) for index in range(2)]
     row.add_batch(0, made)
+    row.fail("image 0 is black")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "replace", raise_(KeyboardInterrupt))
+        row.finish(row.batch_file(0).read_bytes())
+    assert not row.finished and row.failure is None
     row.finish(row.batch_file(0).read_bytes())
     assert row.made_images() == made
-
-
-def test_a_row_that_failed_and_then_succeeded_is_never_said_to_have_failed(
-    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where the process ends with the very rename that finishes the row; half-written files are removed."""
-    copy, row = tmp_path / "run", row_of(tmp_path / "run", made[1].cells[1])
-    shutil.copytree(made[0], copy)
-    left = [copy / place / ".x.1.part" for place in (".", "cells/sd/images", "scores/a.parts", "report")]
-    for path in left:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    shutil.rmtree(row.folder)
-    row.fail("image 0 is black")
-    rename = os.replace
-
-    def last(source: Path, target: Path) -> None:
-        rename(source, target)
-        if target == row.manifest:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", last)
-    with pytest.raises(KeyboardInterrupt):
-        make(copy, made[1])
-    assert row.finished and row.failure is None
-    assert not any(path.exists() for path in left)
 
 
 def test_what_is_said_or_refused_before_the_first_image(
@@ -273,7 +245,6 @@ def test_what_is_said_or_refused_before_the_first_image(
     ("error", "said"),
     [
         (None, "image 3 is not finite"),
-        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory at batch 2"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "out of memory at batch 2"),
     ],
 )
@@ -298,35 +269,12 @@ def test_a_row_that_fails_is_named_and_no_other_fails(
     row = row_of(tmp_path / "run", null)
     assert row.failure == failed["null"] and not row.image_file(2).exists()
     assert len(row_of(tmp_path / "run", protocol.cells[2]).made_images()) == 5
+    left = [tmp_path / "run" / place / ".x.1.part" for place in (".", "cells/sd/images", "report")]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
     assert make(tmp_path / "run", protocol) == {} and row.failure is None
-
-
-def images(run_dir: Path, protocol: Protocol) -> dict[str, list[str]]:
-    return {cell.name: [entry.sha256 for entry in row_of(run_dir, cell).made_images()] for cell in protocol.cells}
-
-
-def test_rows_of_the_same_images_are_copied(
-    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Under another name; a row of another block size is made. An altered image is refused."""
-    there, protocol = made
-    untouched, null, third, peer = protocol.cells
-    other = dataclasses.replace(third, name="other", settings={**third.settings, "block_size": 32})
-    cells = (untouched, dataclasses.replace(null, name="seeds"), third, other, peer)
-    larger = dataclasses.replace(protocol, name="larger", cells=cells)
-    generated, original = set[str](), generate.make_batch
-    monkeypatch.setattr(generate, "make_batch", lambda run, pipe, row, *rest: (
-        generated.add(row.name), original(run, pipe, row, *rest)
-    ))  # fmt: skip
-    make(tmp_path / "reusing", larger, there)
-    assert generated == {"other"}
-    reused, former = images(tmp_path / "reusing", larger), images(there, protocol)
-    assert [reused[name] for name in ("sd", "seeds", third.name, peer.name)] == list(former.values())
-    shutil.copytree(there, tmp_path / "copy")
-    path = row_of(tmp_path / "copy", null).image_file(2)
-    path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(ElfattError, match=r"00002\.png is not the image that was generated; row 'null'"):
-        make(tmp_path / "again", protocol, tmp_path / "copy")
+    assert not any(path.exists() for path in left), "half-written files are removed"
 
 
 def cut_list(folder: Path) -> None:
@@ -342,39 +290,50 @@ def other_prompt(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "environment", "damage", "taken", "said"),
     [
-        ({}, {}, None, 4, "reused"),
+        ({"name": "larger", "extractors": ()}, {}, None, 4, "reused"),
         ({}, {"device": "another"}, None, 0, "not reused: device: "),
         ({}, {"method_sha256": "of other code"}, None, 3, "not reused: method_sha256: "),
         ({}, {}, cut_list, 3, "does not list this run's images"),
         ({}, {}, other_prompt, 3, "does not list this run's images"),
-        *(
-            ({key: value}, {}, None, 0, "")
-            for key, value in (("steps", 3), ("seed", 4), ("guidance", 2.0), ("batch", 1))
-        ),
+        *(({key: value}, {}, None, 0, None) for key, value in (("steps", 3), ("seed", 4), ("guidance", 2.0))),
+        ({"batch": 1}, {}, None, 0, None),
     ],
 )
-def test_only_rows_of_the_same_images_are_and_each_is_told(
+def test_only_rows_of_the_same_images_are_copied_and_each_is_told(
     made: tuple[Path, Protocol],
     tmp_path: Path,
     changes: dict[str, Any],
     environment: dict[str, str],
     damage: Callable[[Path], None] | None,
     taken: int,
-    said: str,
+    said: str | None,
 ) -> None:
-    """A model counts by its weights, not by its place; a row that failed before has not failed then."""
+    """Under another name; a row of another block size is not. A model counts by its weights, not by its place."""
     (tmp_path / "model").symlink_to(made[1].model)
-    there = Path(shutil.copytree(made[0], tmp_path / "there"))
+    there, (untouched, null, third, peer) = Path(shutil.copytree(made[0], tmp_path / "there")), made[1].cells
     if damage:
         damage(there)
-    run = Run(tmp_path / "new", dataclasses.replace(made[1], model=str(tmp_path / "model"), **changes))
+    other = dataclasses.replace(third, name="other", settings={**third.settings, "block_size": 32})
+    cells = (untouched, dataclasses.replace(null, name="seeds"), third, other, peer)
+    protocol = dataclasses.replace(made[1], model=str(tmp_path / "model"), cells=cells, **changes)
+    run = Run(tmp_path / "new", protocol)
     run.begin({**run_data(there)["environment"], **environment})
     run.rows[1].fail("image 0 is black")
     lines: list[str] = []
     take_over(run, [Run.open(there)], lines.append)
-    assert len(run.finished) == taken and (taken == 0 or run.rows[1].failure is None)
-    if not changes:
-        assert [line.partition(f" of {there} is ")[0] for line in lines] == [
-            f"generate: row {row.name}" for row in run.rows
-        ]
+    assert len(run.finished) == taken and not run.row("other").finished
+    assert (run.rows[1].failure is None) == run.rows[1].finished
+    if said:
+        alike = [row.name for row in run.rows if row.name != "other"]
+        assert [line.partition(f" of {there} is ")[0] for line in lines] == [f"generate: row {name}" for name in alike]
         assert sum(said in line for line in lines) == (4 if said == "reused" else 4 - taken)
+    for row, source in zip(run.rows, (untouched, null, third, other, peer), strict=True):
+        if row.finished:
+            assert runs.tree(row.folder) == runs.tree(row_of(there, source).folder)
+
+
+def test_an_altered_image_is_not_copied(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    path = row_of(Path(shutil.copytree(made[0], tmp_path / "copy")), made[1].cells[1]).image_file(2)
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(ElfattError, match=r"00002\.png is not the image that was generated; row 'null'"):
+        make(tmp_path / "again", made[1], tmp_path / "copy")

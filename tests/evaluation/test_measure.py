@@ -22,6 +22,7 @@ from elfatt_sd.evaluation.run import Run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 SECONDS = {"end_to_end": 2.0, "unet": 1.0}
+Stage = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def timed(tmp_path: Path, model: Path) -> Protocol:
 
 
 @pytest.fixture
-def time(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def time(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """Times rows with a made-up call: of the cell and the protocol, which has the steps."""
 
     def run(call: Callable[[Cell, Protocol], dict[str, float]], **changes: Any) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def time(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
 
 
 @pytest.fixture
-def weigh(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def weigh(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     """Measures memory with a made-up worker: of the cell and the batch."""
 
     def run(worker: Callable[[Cell, int], dict[str, Any]]) -> dict[str, Any]:
@@ -63,28 +64,32 @@ def test_a_timed_call_counts_all_and_divides_by_the_images(timed: Protocol, monk
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: clock[0])
     pipe = generate.load_protocol_pipeline(timed)
 
-    def slow(real: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    def slow(part: Any, name: str, seconds: float) -> None:
+        real = getattr(part, name)
+
         def call(*args: Any, **options: Any) -> Any:
             clock[0] += seconds
             return real(*args, **options)
 
-        return call
+        monkeypatch.setattr(part, name, call)
 
-    monkeypatch.setattr(pipe.unet, "forward", slow(pipe.unet.forward, 1.0))
-    monkeypatch.setattr(pipe.text_encoder, "forward", slow(pipe.text_encoder.forward, 10.0))
-    monkeypatch.setattr(pipe.vae, "decode", slow(pipe.vae.decode, 100.0))
+    slow(pipe.unet, "forward", 1.0)
+    slow(pipe.text_encoder, "forward", 10.0)
+    slow(pipe.vae, "decode", 100.0)
     seconds = measure.timed_call(pipe, timed, timed.baseline, 2)
     assert seconds["unet"] == 5 / 2  # PLMS makes one call more than it has steps
     assert seconds["end_to_end"] == (5 + 2 * 10 + 100) / 2
 
 
-def test_rows_take_turns_in_every_round(time: Callable[..., dict[str, Any]], timed: Protocol) -> None:
+def test_rows_take_turns_in_every_round(time: Stage, timed: Protocol) -> None:
+    """The median and the spread are those of the rounds, and each round has its ratio."""
     order: list[tuple[str, int]] = []
 
     def call(cell: Cell, protocol: Protocol) -> dict[str, float]:
         order.append((cell.name, protocol.steps))
-        slow = 2.0 if cell.role == "baseline" else 1.0
-        return {"end_to_end": slow * len(order), "unet": slow}
+        turn = (len(order) - 1) // 4  # the warm-up is the first
+        slow = (9.0, 2.0, 4.0, 6.0) if cell.role == "baseline" else (9.0, 1.0, 4.0, 2.0)
+        return {"end_to_end": slow[turn], "unet": slow[turn]}
 
     data = time(call, steps=50)
     rows = {cell.name for cell in timed.cells}
@@ -92,18 +97,10 @@ def test_rows_take_turns_in_every_round(time: Callable[..., dict[str, Any]], tim
     assert [{steps for _, steps in once} for once in rounds] == [{measure.WARMUP_STEPS}, {50}, {50}, {50}]
     assert all({name for name, _ in once} == rows for once in rounds)
     assert len({once[0][0] for once in rounds[1:]}) == 3, "no row is always first"
-    assert data["rows"]["null"]["unet"]["ratio"] == {"median": 2.0, "low": 2.0, "high": 2.0, "values": [2.0] * 3}
-    assert "only 3 repeats" in data["note"] and len(data["clocks"]) == 5 and data["environment"]["packages"]["torch"]
-    order.clear()
-    time(call, steps=2)
-    assert {steps for _, steps in order} == {2}
-
-
-def test_summary_of_times() -> None:
-    own, untouched = ([{"unet": seconds} for seconds in each] for each in ((1.0, 4.0, 2.0), (2.0, 4.0, 6.0)))
-    found = measure.summarize_time(own, untouched, ["unet"])["unet"]
-    assert (found["seconds_per_image"], found["spread"]) == (2.0, [1.0, 4.0])
+    found = data["rows"]["null"]["unet"]
+    assert (found["seconds_per_image"], found["spread"], found["values"]) == (2.0, [1.0, 4.0], [1.0, 4.0, 2.0])
     assert found["ratio"] == {"median": 2.0, "low": 1.0, "high": 3.0, "values": [2.0, 1.0, 3.0]}
+    assert "only 3 repeats" in data["note"] and len(data["clocks"]) == 5 and data["environment"]["packages"]["torch"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,9 +116,7 @@ def test_real_times_replace_those_of_an_earlier_attempt(timed: Protocol, tmp_pat
         assert 0 < row["unet"]["seconds_per_image"] < row["end_to_end"]["seconds_per_image"] < 1e6
 
 
-def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(
-    time: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(time: Stage) -> None:
     """Out of memory is a result and no error; a baseline that fails later gives no ratios of the rounds before."""
     calls: list[str] = []
 
@@ -141,36 +136,34 @@ def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(
     failed = {row["failed"] for row in data["rows"].values() if "failed" in row}
     assert failed == {"out of memory at batch 1", *data["errors"].values()} and calls.count("sd") == 3
     assert (len(data["rows"]["null"]["unet"]["values"]), data["rows"]["null"]["unet"]["ratio"]) == (3, None)
-    monkeypatch.setattr(attention, "flash_takes", lambda query: True)
-    kernels = [row["attention_kernels"] for row in time(lambda *_: SECONDS)["rows"].values()]
-    assert kernels == [["native"], ["native"], ["flash-attn"], ["native"]]
 
 
-NO_PHASES = Cell("sd", "SD", "sd", role="baseline")
 SPREAD = ({"until": 1.0, "attention": "cell_spread", "block_order": "spread"},)
-TOME, FLOAT = Cell("tome", "", "tome"), Cell("float", "", "elfatt", settings={"fp32_logits": True})
-FLASH, NATIVE, XFORMERS = (
-    Cell(name, "", "tome", settings={"attention_backend": name}) for name in ("flash", "native", "xformers")
-)
+
+
+def chosen(backend: str) -> Cell:
+    return Cell("tome", "", "tome", settings={"attention_backend": backend})
 
 
 @pytest.mark.parametrize(
     ("cell", "taken", "kernel"),
     [
-        (NO_PHASES, True, "native"),
+        (Cell("sd", "SD", "sd", role="baseline"), True, "native"),
         (Cell("peer", "", "tome", peer="tomesd"), True, "native"),
-        (TOME, True, "flash-attn"),
-        (TOME, False, "native"),
-        (FLOAT, True, "native"),
+        (chosen("auto"), True, "flash-attn"),
+        (chosen("auto"), False, "native"),
+        (Cell("float", "", "elfatt", settings={"fp32_logits": True}), True, "native"),
         (Cell("spread", "", "custom", phases=SPREAD), True, "native"),
-        (FLASH, False, "flash-attn"),
-        (NATIVE, True, "native"),
-        (XFORMERS, True, "xformers"),
+        (chosen("flash"), False, "flash-attn"),
+        (chosen("xformers"), True, "xformers"),
     ],
-    ids=lambda value: getattr(value, "name", None),
 )
-def test_the_kernels_of_a_row(pipe: Any, monkeypatch: pytest.MonkeyPatch, cell: Cell, taken: bool, kernel: str) -> None:
+def test_the_kernels_of_a_row(
+    timed: Protocol, monkeypatch: pytest.MonkeyPatch, cell: Cell, taken: bool, kernel: str
+) -> None:
     """`auto` is resolved for the heads, the dtype and the device of the layers that are patched."""
+    pipe = generate.load_protocol_pipeline(timed)
+    pipe.unet.to(torch.bfloat16)
     first = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
     asked = []
 
@@ -179,13 +172,8 @@ def test_the_kernels_of_a_row(pipe: Any, monkeypatch: pytest.MonkeyPatch, cell: 
         return taken and query.dtype == torch.bfloat16
 
     monkeypatch.setattr(attention, "flash_takes", takes)
-    pipe.unet.to(torch.bfloat16)
-    try:
-        assert measure.attention_kernels(pipe, cell) == [kernel]
-    finally:
-        pipe.unet.to(torch.float32)
+    assert measure.attention_kernels(pipe, cell) == [kernel]
     assert set(asked) <= {(first.to_q.out_features // first.heads, pipe.device)}
-    assert bool(asked) == (cell in (TOME, FLOAT))
 
 
 @pytest.mark.parametrize("stage", [measure.measure_time, measure.measure_memory])
@@ -232,7 +220,7 @@ def test_memory_is_the_slope_of_a_line_with_the_interval_that_the_fit_allows() -
 
 
 def test_what_ends_or_hides_a_measurement_is_named_and_rows_go_on(
-    weigh: Callable[..., dict[str, Any]], timed: Protocol, tmp_path: Path
+    weigh: Stage, timed: Protocol, tmp_path: Path
 ) -> None:
     """Out of memory; and a peak that loading hides, where it cannot start anew: the line would be too flat."""
     asked: list[str] = []
@@ -244,33 +232,26 @@ def test_what_ends_or_hides_a_measurement_is_named_and_rows_go_on(
         found = {**peaks(cell, batch), "kind": "CUDA allocated", "reserved": {"unet": 9.0}}
         return {**found, "loading": 2.5 if cell.peer else 0.0}
 
-    rows, elfatt = weigh(worker)["rows"], timed.cells[2].name
+    data, elfatt, path = weigh(worker), timed.cells[2].name, tmp_path / measure.MEMORY_FILE
+    rows = data["rows"]
     assert rows["sd"]["gib_per_image"] == pytest.approx(1.0)
     assert (rows["sd"]["note"], rows["sd"]["reserved"]["kind"]) == ("out of memory at batch 4", "CUDA reserved")
     assert (rows[elfatt]["gib_per_image"], rows[elfatt]["peaks_gib"]) == (None, [2.0])
     hidden = "batch 1 took less than loading the model, and is left out; out of memory at batch 4"
     assert (rows["tomesd-ratio0.5"]["batches"], rows["tomesd-ratio0.5"]["note"]) == ([2], hidden)
     assert rows["null"]["same_program_as"] == "sd" and "null" not in asked
-    path = tmp_path / measure.MEMORY_FILE
-    path.write_text(json.dumps({**json.loads(path.read_text()), "rows": {"sd": rows["sd"]}}))
+    path.write_text(json.dumps({**data, "rows": {"sd": rows["sd"]}}))
     asked.clear()
     assert weigh(worker)["rows"]["sd"] == rows["sd"]
     assert set(asked) == {elfatt, "tomesd-ratio0.5"}, "finished rows are not measured again"
+    path.write_text(json.dumps({**data, "environment": {**data["environment"], "device": "a GPU"}}))
+    again = weigh(peaks)
+    assert again["environment"] == data["environment"], "memory of two environments is not mixed"
+    assert {row["kind"] for row in again["rows"].values()} == {"VmHWM"}
 
 
-def test_memory_of_two_environments_is_not_mixed(weigh: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    first = weigh(peaks)
-    for elsewhere in ({**first["environment"], "device": "a GPU"}, {}):
-        rows = {"sd": {**first["rows"]["sd"], "kind": "CUDA allocated"}}
-        (tmp_path / measure.MEMORY_FILE).write_text(json.dumps({**first, "environment": elsewhere, "rows": rows}))
-        again = weigh(peaks)
-        assert again["environment"] == first["environment"] and first["environment"]["device"]
-        assert {row["kind"] for row in again["rows"].values()} == {"VmHWM"}
-
-
-@pytest.mark.parametrize("error", [ElfattError("peer 'tomesd' is not installed"), ElfattFailure("Segmentation fault")])
 def test_a_row_whose_worker_fails_is_told_and_measured_later(
-    weigh: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    weigh: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a system does not tell, that is a result, and no error, which would be tried again for ever."""
     asked: list[str] = []
@@ -278,12 +259,12 @@ def test_a_row_whose_worker_fails_is_told_and_measured_later(
     def worker(cell: Cell, batch: int) -> dict[str, Any]:
         asked.append(cell.name)
         if cell.peer and "sd" in asked:
-            raise error
+            raise ElfattFailure("Segmentation fault")
         return peaks(cell, batch)
 
     data = weigh(worker)
-    assert data["errors"] == {"tomesd-ratio0.5": str(error)}
-    assert data["rows"]["tomesd-ratio0.5"]["failed"] == str(error)
+    assert data["errors"] == {"tomesd-ratio0.5": "Segmentation fault"}
+    assert data["rows"]["tomesd-ratio0.5"]["failed"] == "Segmentation fault"
     asked.clear()
     data = weigh(worker)
     assert (set(asked), data["errors"]) == ({"tomesd-ratio0.5"}, {})
@@ -306,7 +287,7 @@ def test_a_fresh_process_measures_every_stage(timed: Protocol, device: str) -> N
     assert all(held[stage] >= result["peaks"][stage] for stage in held)
 
 
-def test_a_worker_that_fails_says_why(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_ends_says_why(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
     def ended(code: int, stderr: str = "", stdout: str = "") -> dict[str, Any]:
         done = measure.subprocess.CompletedProcess([], code, stdout, stderr)
         monkeypatch.setattr(measure.subprocess, "run", lambda *_, **__: done)

@@ -26,12 +26,12 @@ from syrupy.types import SerializableData, SerializedData
 from elfatt_sd.devices import describe_machine
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation import stages
-from elfatt_sd.evaluation.protocols import Cell, Protocol
+from elfatt_sd.evaluation.protocols import Cell, Protocol, unequal
 from elfatt_sd.evaluation.records import same_images
 from elfatt_sd.evaluation.report import load_results, write_report
 from elfatt_sd.evaluation.run import RowFolder, Run
 from elfatt_sd.evaluation.score import score_run
-from elfatt_sd.evaluation.stages import unequal, verify_run
+from elfatt_sd.evaluation.stages import verify_run
 
 MEASURED = ("time", "memory")
 OF_THE_FOLDER = ("identity", "created", "sha256")
@@ -158,12 +158,7 @@ RESULT = ("results.json", "rows", 2)
             ["00009.png: not an image of this run"],
         ),
         (replaced(MANIFEST, '"owl"', '"eagle"'), True, [UNLIKE]),
-        (replaced(MANIFEST, '"class_index":2', '"class_index":1'), True, [UNLIKE]),
-        (
-            replaced(MANIFEST, "images/00002.png", "../other.png"),
-            True,
-            ["is not where image 2 lies"],
-        ),
+        (replaced(MANIFEST, "images/00002.png", "../other.png"), True, ["is not where image 2 lies"]),
         (cut, True, [UNLIKE]),
         (lambda run_dir: (run_dir / "scores.json").unlink(), True, ["scores.json: deleted", "results.json"]),
         (replaced("run.json", '"guidance": 7.5', '"guidance": 5.0'), True, ["protocol does not have the identity"]),
@@ -177,20 +172,9 @@ RESULT = ("results.json", "rows", 2)
             True,
             [f"references.{FD}.count is 24, computed again 12", "results.json"],
         ),
-        (edited("scores.json", "references", FD, "count"), False, ["results.json"]),
         (edited("cost.json", "rows", "null"), True, ["cost.json: rows.null is None, computed again", "results.json"]),
-        (
-            edited("cost.json", "rows", ELFATT, "multiply_adds"),
-            True,
-            [f"cost.json: rows.{ELFATT}.multiply_adds is", "results.json"],
-        ),
-        (
-            replaced("time.json", '"identity": "', '"identity": "x'),
-            True,
-            ["time.json is of another run"],
-        ),
+        (replaced("time.json", '"identity": "', '"identity": "x'), True, ["time.json is of another run"]),
         (edited(*RESULT, "time", "unet", "seconds_per_image"), False, [f"rows[{ELFATT}].time.unet.seconds_per_image"]),
-        (edited(*RESULT, "distances", FD, "value"), False, [f"results.json: rows[{ELFATT}].distances.{FD}.value"]),
         (edited(*RESULT, "paired", "psnr", "identical"), False, ["paired.psnr.identical is 1,"]),
         (edited("results.json", "protocol", "steps"), False, ["protocol.steps is 8, computed again 4"]),
         (edited("results.json", "environment", "timing", "environment", "device"), False, ["device is Abacus"]),
@@ -205,23 +189,12 @@ def test_damage_is_named(copy: Path, damage: Damage, recompute: bool, messages: 
         assert message in problem, problems
 
 
-def test_what_cannot_be_computed_again_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*_: Any) -> None:
-        raise ElfattError("model='lost' does not exist.")
-
-    monkeypatch.setattr(stages, "load_protocol_pipeline", lost)
-    (problem,) = verify_run(Run.open(copy))
-    assert "cost.json: it cannot be computed again: model='lost' does not exist." in problem
-
-
 def test_figures_are_compared_with_a_tolerance() -> None:
     """That of a difference is that of its figure: near 0 it has the rounding errors of the distances that it is of."""
-    assert list(unequal({"a": [1.0, 2]}, {"a": [1.0 + 1e-6, 2]})) == []
-    assert list(unequal({"a": [1.0, 2]}, {"a": [1.01, 2]})) == [("a[0]", 1.0, 1.01)]
+    assert list(unequal({"a": [1.0, 2], "b": 1}, {"a": [1.0 + 1e-6, 2], "b": 1})) == []
+    wrong = unequal({"a": [1.0, 10_000], "b": math.nan, "c": 1}, {"a": [1.01, 10_001], "b": 1.0})
+    assert [key for key, *_ in wrong] == ["a[0]", "a[1]", "b", "c"]
     assert list(unequal({"a": 1.0}, {"a": 1.0 + 1e-6}, tolerance=0)) == [("a", 1.0, 1.0 + 1e-6)]
-    assert list(unequal({"a": 10_000}, {"a": 10_001})) == [("a", 10_000, 10_001)]
-    assert list(unequal({"a": 1}, {"b": 1})) == [("a", 1, None), ("b", None, 1)]
-    assert len(list(unequal({"a": float("nan")}, {"a": 1.0}))) == 1
 
     def distance(difference: float, low: float = -0.5) -> dict[str, Any]:
         ends = {"value": difference, "interval": [low, 0.5], "verdict": "no difference shown"}
@@ -233,26 +206,8 @@ def test_figures_are_compared_with_a_tolerance() -> None:
     assert list(unequal({"value": 0.0, "interval": [-2.0, 2.0]}, {"value": 1e-3, "interval": [-2.0, 2.0]})) == []
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "parts"),
-    [
-        ("sha256", "x", ("line 2", "sha256")),
-        ("index", -1, ("line 2", "index")),
-        ("prompt", None, ("line 2", "prompt")),
-        ("prompt", "\ud800", ("line 2 is damaged",)),
-        ("seed", float("nan"), ("line 2 is damaged",)),
-        ("index", 3, ("index=3 of image 2", "accepted: 1")),
-    ],
-)
-def test_a_damaged_manifest_is_told_by_line_and_field(copy: Path, field: str, value: Any, parts: tuple[str]) -> None:
-    row = Run.open(copy).baseline
-    lines = [json.loads(line) for line in row.manifest.read_text().split("\n") if line]
-    lines[1][field] = value
-    row.manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ElfattError, match="delete the file to make row 'sd' again") as error:
-        row.made_images()
-    assert "\n" not in str(error.value)
-    assert all(part in str(error.value) for part in (str(row.manifest), *parts))
+def listed(run: Path) -> object:
+    return RowFolder(run / "cells" / "null").made_images()
 
 
 def joined(run: Path) -> object:
@@ -263,71 +218,61 @@ def named(run: Path) -> object:
     return load_results(run).folder_name
 
 
+def loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
 LOST = r"run\.json: .*; put the file back from a copy"
+UNREADABLE = r"cannot be read: (it is not a plain file|Too many levels)"
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "read", "message"),
+    ("name", "damage", "read", "message"),
     [
         ("run.json", {"format": 2}, Run.open, LOST),
         ("run.json", {"protocol": {}}, Run.open, LOST),
-        ("run.json", {"environment": 3}, Run.open, LOST),
         ("run.json", None, Run.open, r"is damaged \(it holds nothing, null\)"),
-        ("results.json", None, load_results, r"is damaged \(it holds nothing, null\)"),
-        *(("results.json", {"name": name}, named, "which cannot be that of a folder") for name in ("../../x", "nul")),
-        *(
-            (f"{name}.json", {"format": 99}, joined, "format=99 is not accepted")
-            for name in ("scores", "time", "memory")
-        ),
+        ("results.json", {"name": "../../x"}, named, "which cannot be that of a folder"),
+        ("results.json", {"name": "nul"}, named, "which cannot be that of a folder"),
+        ("scores.json", {"format": 99}, joined, "format=99 is not accepted"),
         ("cost.json", {"rows": 3}, joined, "rows=3 is not accepted"),
+        (MANIFEST, {"sha256": "x"}, listed, "line 2 .*sha256.*; delete the file to make row 'null' again"),
+        (MANIFEST, {"prompt": "\ud800"}, listed, "line 2 is damaged"),
+        (MANIFEST, {"index": 3}, listed, "index=3 of image 2 is not accepted; accepted: 1; delete the file"),
+        (MANIFEST, os.mkfifo, listed, "does not exist"),
+        ("run.json", os.mkdir, Run.open, UNREADABLE),
+        ("run.json", os.mkfifo, Run.open, UNREADABLE),
+        ("results.json", loop, load_results, UNREADABLE),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_file_that_is_damaged_or_of_another_version_is_told(
-    copy: Path, name: str, changed: dict[str, Any] | None, read: Callable[[Path], object], message: str
+def test_a_damaged_file_is_told(
+    copy: Path, name: str, damage: Any, read: Callable[[Path], object], message: str
 ) -> None:
-    data = json.loads((copy / name).read_text())
-    (copy / name).write_text(json.dumps(changed and data | changed))
+    """Changed fields are those of the second line of a manifest."""
+    path = copy / name
+    if callable(damage):
+        path.unlink()
+        damage(path)
+    else:
+        lines = path.read_text().split("\n") if name == MANIFEST else ["", path.read_text()]
+        lines[1] = json.dumps(damage and json.loads(lines[1]) | damage)
+        path.write_text("\n".join(lines))
     with pytest.raises(ElfattError, match=message) as error:
         read(copy)
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "make", [os.mkdir, os.mkfifo, lambda path: os.symlink(path, path)], ids=["folder", "pipe", "loop"]
-)
-def test_what_is_no_plain_file_is_told(copy: Path, make: Callable[[Path], None]) -> None:
-    for name in ("results.json", "cells/sd/manifest.jsonl", "run.json"):
-        (copy / name).unlink()
-        make(copy / name)
-    for read in (load_results, Run.open):
-        with pytest.raises(ElfattError, match=r"cannot be read: (it is not a plain file|Too many levels)"):
-            read(copy)
-    with pytest.raises(ElfattError, match=r"manifest\.jsonl does not exist"):
-        RowFolder(copy / "cells" / "sd").made_images()
-
-
-@pytest.mark.parametrize("content", ["[]", "{", '{"format": 4, "identity": 3}', '{"format": NaN}'])
-@pytest.mark.parametrize("name", ["scores.json", "stages.json"])
-def test_what_can_be_rebuilt_is(copy: Path, full_protocol: Protocol, name: str, content: str) -> None:
-    before = (copy / "scores.json").read_bytes()
-    (copy / name).write_text(content)
-    stages.score(Run(copy, full_protocol), lambda line: None)
-    assert (copy / "scores.json").read_bytes() == before
-    assert json.loads((copy / "stages.json").read_text())["score"]
-
-
-@pytest.mark.parametrize("damage", ["empty", "half", "shape", "short", "nan", "infinite"])
+@pytest.mark.parametrize("damage", ["half", "short", "infinite"])
 def test_damaged_features_are_made_anew(copy: Path, full_protocol: Protocol, damage: str) -> None:
     before = (copy / "scores.json").read_bytes()
     whole = {path: path.read_bytes() for path in (copy / "scores").glob("*.npy")}
     for path, kept in whole.items():
         features = np.load(path)
-        if damage in ("empty", "half"):
-            path.write_bytes(kept[: len(kept) // 2] if damage == "half" else b"")
+        if damage == "half":
+            path.write_bytes(kept[: len(kept) // 2])
         else:
-            wrong = {"shape": np.zeros((2, 3)), "short": features[:3], "nan": features * np.nan}
-            np.save(path, wrong.get(damage, np.full_like(features, np.inf)))
+            np.save(path, features[:3] if damage == "short" else np.full_like(features, np.inf))
     (copy / "scores.json").unlink()
     stages.score(Run(copy, full_protocol), lambda line: None)
     assert (copy / "scores.json").read_bytes() == before
