@@ -19,6 +19,7 @@ _TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before 
 _QUALITY = {BETTER: "better in", NO_DIFFERENCE: "not shown to be worse in", WORSE: "worse in"}
 _COUNTED = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "without a difference shown"}
 _SHORT = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "none shown", TOO_FEW: "not judged"}
+_NOT_WORSE = (BETTER, NO_DIFFERENCE)
 _LEAST = 12  # characters of a row's name
 
 
@@ -35,10 +36,6 @@ def _verdicts_of(results: Results, row: Row) -> dict[str, str | None]:
 
 def _first_verdict(results: Results, row: Row) -> str | None:
     return next(iter(_verdicts_of(results, row).values()), None)
-
-
-def _is_judged(results: Results, row: Row) -> bool:
-    return _first_verdict(results, row) in (BETTER, NO_DIFFERENCE)
 
 
 def headline(results: Results) -> str:
@@ -62,7 +59,7 @@ def headline(results: Results) -> str:
         figures += f"; untouched timed again: {_times(again)}"
     faster = _is_faster(results, best)
     if faster and WORSE not in verdicts.values():
-        if _is_judged(results, best):
+        if _first_verdict(results, best) in _NOT_WORSE:
             return f"{figures}."
         few = TOO_FEW in {_first_verdict(results, row) for row in results.methods}
         why = "the classes are too few" if few else "no paired difference was measured"
@@ -75,7 +72,16 @@ def headline(results: Results) -> str:
 
 
 def findings(results: Results) -> list[str]:
-    return [said for part in (_verdicts, _null, _speed, _gaps) if (said := part(results))]
+    """Speak of verdicts, chance, speed, and what limits the run: few images or rounds, unreadable ones, failed rows."""
+    references = (results.data.get("reference") or {}).values()
+    unreadable = list(dict.fromkeys(name for part in references for name in (part or {}).get("unreadable") or ()))
+    failed = [row.name for row in results.rows if row.failed]
+    gaps = [_limits(results), f"Time: {results.timing['note']}." if results.timing.get("note") else ""]
+    if unreadable:
+        gaps.append(f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}.")
+    gaps += [f"Failed: {join_names(failed)}."] if failed else []
+    parts = [_verdicts(results), _null(results), _speed(results), " ".join(filter(None, gaps))]
+    return [part for part in parts if part]
 
 
 def recommended(results: Results) -> Row | None:
@@ -83,7 +89,7 @@ def recommended(results: Results) -> Row | None:
     speeds = _speeds(results)
     faster = [row for row in speeds if _is_faster(results, row)]
     good = [row for row in faster if WORSE not in _verdicts_of(results, row).values()]
-    judged = [row for row in good if _is_judged(results, row)]
+    judged = [row for row in good if _first_verdict(results, row) in _NOT_WORSE]
     chosen = judged or good or faster or [*speeds]
     unfailed = next((row for row in results.methods if not row.failed), None)
     return max(chosen, key=lambda row: speeds[row].value, default=unfailed)
@@ -151,18 +157,6 @@ def _speed(results: Results) -> str:
     mixed = f" Rows attend with different kernels: {join_names(sorted(kernels))}." if len(kernels) > 1 else ""
     figure = f"{best.name}, {_times(speeds[best])} as fast"
     return f"{start}, {PARTS[part]}{place}: {figure}{noise}.{mixed}"
-
-
-def _gaps(results: Results) -> str:
-    """Name what limits the run: a limit on the images, few rounds of timing, what could not be read, failed rows."""
-    references = (results.data.get("reference") or {}).values()
-    unreadable = list(dict.fromkeys(name for part in references for name in (part or {}).get("unreadable") or ()))
-    failed = [row.name for row in results.rows if row.failed]
-    parts = [_limits(results), f"Time: {results.timing['note']}." if results.timing.get("note") else ""]
-    if unreadable:
-        parts.append(f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}.")
-    parts += [f"Failed: {join_names(failed)}."] if failed else []
-    return " ".join(filter(None, parts))
 
 
 def _limits(results: Results) -> str:

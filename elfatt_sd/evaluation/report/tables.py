@@ -92,16 +92,15 @@ def main_table(results: Results) -> Table:
 
     On the toy the accuracy of all attributes follows the distance.
     """
+
+    def limit(row: Row) -> str | None:
+        return row.memory.failed or row.memory.note
+
     columns = figure_columns(results, results.distance, " ↓") if results.distance else []
     columns += figure_columns(results, ACCURACY, " ↑")[:1] if ACCURACY in results.attributes else []
-    columns += [time_column(results, results.time_part)]
-    slope = estimates(results, lambda row: row.slope, least=2, reason=lambda row: row.memory.failed or row.memory.note)
-
-    def memory(row: Row) -> Entry:
-        limited = row.slope is not None and (row.memory.failed or row.memory.note)
-        return replace(slope(row), remark=limited or "")
-
-    columns += [("GiB/img", memory), closeness_columns(results)[0]]
+    slope = estimates(results, lambda row: row.slope, least=2, reason=limit)
+    memory = ("GiB/img", lambda row: replace(slope(row), remark=(row.slope and limit(row)) or ""))
+    columns += [time_column(results, results.time_part), memory, closeness_columns(results)[0]]
     return make_table(results, columns, published=bool(results.published))
 
 
@@ -119,7 +118,7 @@ def more_table(results: Results) -> Table:
     plain: dict[str, list[float | None]] = {
         "Attention density": [row.record.cost.density for row in rows],
         "Denoiser, 10¹² multiply-adds/img": [each and each / 1e12 for each in adds],
-        **{f"{title}, GiB/img": [_slope(row, stage) for row in rows] for stage, title in _STAGES.items()},
+        **{f"{title}, GiB/img": [row.stages.get(stage) for row in rows] for stage, title in _STAGES.items()},
     }
     plain = {title: values for title, values in plain.items() if any(value is not None for value in values)}
     plain["Memory at batch 0, GiB"] = [row.memory.intercept_gib for row in rows]
@@ -178,7 +177,7 @@ def _published_entries(results: Results, row: Row) -> list[Entry]:
     found, base = (published_for(results, each) or {} if each else {} for each in (row, results.baseline))
     before, after = base.get("seconds_per_image"), found.get("seconds_per_image")
     ratio = f"{fixed(before / after, 2)}{TIMES}" if before and after and found is not base else ""
-    notes = (ratio if key == "seconds_per_image" else "" for key in FIGURES)
+    notes = (ratio * (key == "seconds_per_image") for key in FIGURES)
     return [Entry(text, note, "published") for text, note in zip(_published_texts(found), notes, strict=True)]
 
 
@@ -285,10 +284,6 @@ def time_column(results: Results, part: str) -> tuple[str, Maker]:
         return replace(entry, note=f"{fixed(ratio.value, 2)}{TIMES} ({span(ratio, 2)})")
 
     return TIME_COLUMNS[part], make
-
-
-def _slope(row: Row, stage: str) -> float | None:
-    return row.stages[stage].gib_per_image if stage in row.stages else None
 
 
 # Numbers and words as in print.
@@ -448,7 +443,7 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         record |= _fields(f"{part} speedup", row.timed[part].speed)
     record |= _fields("gib_per_image", row.slope)
     record |= {"intercept_gib": row.memory.intercept_gib, "fit_error_gib": row.memory.fit_error_gib}
-    record |= {f"{stage} gib_per_image": _slope(row, stage) for stage in _STAGES}
+    record |= {f"{stage} gib_per_image": row.stages.get(stage) for stage in _STAGES}
     multiply_adds = row.record.cost.multiply_adds
     record |= {"density": row.record.cost.density, "multiply_adds": multiply_adds and float(multiply_adds)}
     record |= {"memory kind": row.memory.kind, "memory note": row.memory.note, "failed": row.failed}
