@@ -67,6 +67,8 @@ class Row:
         self.mostly_identical = 2 * (self.identical or 0) > (self.images or 0)
         # Mean PSNR of the images that differ; None where most are identical.
         self.psnr = None if self.mostly_identical else self.changes["psnr"].estimate
+        self.verdicts: dict[str, str | None] = {}  # by the names of figures; see `Results.judges`
+        self.verdict: str | None = None  # the first of them
         # GiB that one more image of a batch takes, with the interval that the fit allows.
         self.slope = estimate(self.memory.gib_per_image, self.memory.interval)
 
@@ -114,6 +116,12 @@ class Results:
         self.methods = [row for row in self.rows if row.role not in (BASELINE, NULL)]
         # of the main table: the first Frechet distance, or what there is
         self.distance = next((name for name in self.distances if not is_kernel(name)), next(iter(self.distances), None))
+        # all figures with verdicts, that of the main table first
+        names = [*sorted(self.distances, key=lambda name: name != self.distance), ACCURACY, *self.metrics]
+        self.judges = [name for name in names if any(row.figure(name).difference.verdict for row in self.rows)]
+        for row in self.rows:
+            row.verdicts = {name: row.figure(name).difference.verdict for name in self.judges}
+            row.verdict = next(iter(row.verdicts.values()), None)
         timed = (part for part in PARTS if any(row.timed[part].seconds_per_image is not None for row in self.rows))
         self.time_part = next(timed, "end_to_end")  # of the main table
 

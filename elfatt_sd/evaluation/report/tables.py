@@ -37,8 +37,6 @@ _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 _ARROWS = {"higher": " ↑", "lower": " ↓"}
 _REORDERING = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # signs by which a text shows other words than it holds
 _CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f{_REORDERING}\ud800-\udfff\ufffe\uffff]")
-_SUPERSCRIPTS = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
-_RAISED = str.maketrans("-0123456789", _SUPERSCRIPTS)
 
 
 @dataclass(frozen=True)
@@ -218,14 +216,11 @@ def figure_columns(results: Results, name: str, arrow: str = "") -> Columns:
     if name in results.attributes and name != ACCURACY:
         title = f"{setting_title(name.removeprefix('accuracy '))} accuracy"
     names = ("Difference", "Verdict") if name == results.distance else (f"{title} difference", f"{title} verdict")
-    power = unit_for(figure.estimate for figure in figures)
-    unit = f" ({TIMES}10{str(power).translate(_RAISED)})" if power else ""
     limit = ", extrapolated" if results.extrapolated(name) else ""  # to infinitely many images
     missing = DASH if results.withheld(name) else None
     difference = estimates(
-        results, lambda row: in_unit(row.figure(name).difference.estimate, power), sign=True, paired=True,
-        reason=lambda row: missing,
-    )  # fmt: skip
+        results, lambda row: row.figure(name).difference.estimate, sign=True, paired=True, reason=lambda row: missing
+    )
 
     def verdict(row: Row) -> Entry:
         said = row.figure(name).difference.verdict
@@ -234,10 +229,10 @@ def figure_columns(results: Results, name: str, arrow: str = "") -> Columns:
         )
 
     compares = any(figure.compares for figure in figures)  # with the untouched images
-    values = estimates(results, lambda row: in_unit(row.figure(name).estimate, power), paired=compares)
-    columns: Columns = [(f"{title}{unit}{arrow}", values)]
+    values = estimates(results, lambda row: row.figure(name).estimate, paired=compares)
+    columns: Columns = [(f"{title}{arrow}", values)]
     if any(figure.difference.value is not None or figure.difference.verdict for figure in figures):
-        columns.append((f"{names[0]}{limit}{unit}", difference))
+        columns.append((f"{names[0]}{limit}", difference))
     if any(figure.difference.verdict for figure in figures):
         columns.append((names[1], verdict))
     return columns
@@ -298,20 +293,6 @@ def decimals_for(values: Iterable[Estimate | None]) -> int:
     halves = [(value.ends[1] - value.ends[0]) / 2 for value in found if value.ends and value.ends[1] > value.ends[0]]
     size = median(halves) if halves else max((abs(value.value) for value in found), default=1.0)
     return 2 if size <= 0 else min(max((1 if halves else 2) - math.floor(math.log10(size)), 0), 6)
-
-
-def unit_for(values: Iterable[Estimate | None]) -> int:
-    """Return the power of ten, a multiple of 3, in which a column is easy to read: 0 from 0.01 to 10 000."""
-    sizes = [max(abs(value.value), *map(abs, value.ends or ())) for value in values if value is not None and value.ends]
-    size = median(sizes) if sizes else 1.0
-    return 0 if size <= 0 or 0.01 <= size < 10_000 else math.floor(math.log10(size) / 3) * 3
-
-
-def in_unit(value: Estimate | None, power: int) -> Estimate | None:
-    """Write a value in units of a power of ten."""
-    if value is None or not power:
-        return value
-    return estimate(value.value / 10.0**power, value.ends and [end / 10.0**power for end in value.ends])
 
 
 def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
@@ -387,7 +368,6 @@ def md_escape(text: str) -> str:
 _TEX = str.maketrans(
     {
         **{char: f"\\{char}" for char in "{}$&#%_"},
-        **{raised: f"$^{plain}$" for raised, plain in zip(_SUPERSCRIPTS, "-0123456789", strict=True)},
         "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
         "<": r"\textless{}", ">": r"\textgreater{}", MINUS: "$-$", TIMES: r"$\times$", TO: "--", DASH: "---",
         "·": r"$\cdot$", "↓": r"$\downarrow$", "↑": r"$\uparrow$", "∞": r"$\infty$",
