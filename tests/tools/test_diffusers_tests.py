@@ -28,10 +28,6 @@ from .. import tiny_pipelines as tiny
 HERE = Path(__file__).parent
 
 
-def installed(unet):
-    return [module.processor for module in unet.modules() if hasattr(module, "processor")]
-
-
 def draw(pipe):
     return pipe("a b", num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt").images
 
@@ -59,18 +55,13 @@ class PipelineFastTests(unittest.TestCase):
     def test_values_that_may_differ(self):
         self.test_values()
 
-    def test_structure(self):
-        names = {type(processor).__name__ for processor in installed(self.pipe.unet)}
-        assert names == {"AttnProcessor2_0"}
-
     def test_type(self):
-        for processor in installed(self.pipe.unet):
-            if type(processor).__name__ != "AttnProcessor2_0":
-                raise TypeError("takes 2 positional arguments\\nand more")
+        names = [type(module.processor).__name__ for module in self.pipe.unet.modules() if hasattr(module, "processor")]
+        if {*names} != {"AttnProcessor2_0"}:
+            raise TypeError("takes 2 positional arguments\\nand more")
 
     def test_tokenizer(self):
-        tokenizer = type(self.pipe.tokenizer).from_pretrained("hf-internal-testing/tiny-random-clip")
-        assert len(set(tokenizer("ab").input_ids)) == 4
+        type(self.pipe.tokenizer).from_pretrained("hf-internal-testing/tiny-random-clip")
 """
 MODEL = '''
 from diffusers import UNet2DConditionModel
@@ -94,7 +85,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pipelines/small/test_transformer.py": "1 / 0",
         "models/unets/test_unet.py": MODEL,
         "models/transformers/test_x.py": "UNet here, 1 / 0",
-        "lora/test_y.py": "1 / 0",
     }
     for name, text in files.items():
         path = folder / "tests" / name
@@ -127,10 +117,10 @@ def test_failures_are_told_apart(run: Any) -> None:
     code, said = run("--method", "tome")
     assert code == 1
     lines = [line.split() for line in said.splitlines()]
-    for group in ("pipelines 8 6 6 2 2 1 2", "UNets 1 1 1 1 0 0 0", "LoRA 0 0 0 0 0 0 0"):
+    for group in ("pipelines 7 5 5 2 2 1 1", "UNets 1 1 1 1 0 0 0", "LoRA 0 0 0 0 0 0 0"):
         assert group.split() in lines
     name = "tests/pipelines/small/test_pipeline.py::PipelineFastTests::test_"
-    for part in (f"structural: TypeError: takes 2 positional arguments\n    {name}type\n", f"    {name}structure\n",
+    for part in (f"structural: TypeError: takes 2 positional arguments\n    {name}type\n",
                  "\nvalues differ: AssertionError: assert ", f"\n    {name}values\n",
                  "known, but its values are as expected: *::test_pas*"):  # fmt: skip
         assert part in said
@@ -165,8 +155,6 @@ def test_what_passes_is_a_success_and_wrong_use_is_one_line(
         (AssertionError("Tensor-likes are not close!"), "torch.testing.assert_close(a, b)", "value"),
         (AssertionError(), "assert image.shape == (1, 64, 64, 3)", "structural"),
         (AssertionError("shape mismatch"), "np.testing.assert_allclose(a, b)", "structural"),
-        (AssertionError(), "assert processors == {}", "structural"),
-        (RuntimeError("diff"), "pipe(**inputs)", "structural"),
         (ElfattError("close"), "pipe(**inputs)", "structural"),
     ],
 )

@@ -105,12 +105,8 @@ def draw_pareto(runs: Sequence[Results]) -> tuple[Chart, str]:
     _draw_axes(axes)
     said = draw_front(axes, best)
     legend_above(figure, axes)
-    numbers = {id(entrant): str(place) for place, entrant in enumerate(chosen, 1)}
-    marks = [
-        (entrant.spot.across, entrant.spot.up.value, numbers[id(entrant)], _KINDS[entrant.kind][1])
-        for entrant in chosen
-    ]
-    write_beside(axes, marks)
+    for place, entrant in enumerate(chosen, 1):
+        write_beside(axes, entrant.spot, str(place), _KINDS[entrant.kind][1])
     points = [f"{entrant.name}: {entrant.spot.across:.2f}, {entrant.spot.up.value:.3g}" for entrant in entrants]
     table = _table(chosen, ["no" if entrant.spot in best else "yes" for entrant in chosen])
     return Chart("pareto", f"{_CLOSENESS} over UNet time", _caption(runs, entrants, said), figure, points), table

@@ -12,7 +12,6 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elfatt_sd.config import COLOURED
@@ -43,8 +42,7 @@ _LEGEND = 32  # characters of a name in a legend of two columns
 _NAME = 34  # characters of a row's name next to a plot
 
 
-@dataclass(frozen=True)
-class Style:
+class Style(NamedTuple):
     """How a method looks: colour on white paper, the page's variable for it, marker in plots and in text."""
 
     colour: str
@@ -77,15 +75,14 @@ class Palette:
         return Style(METHODS[slot], f"--m{slot}", *_MARKERS[(slot + turn) % len(_MARKERS)])
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A drawn figure with its words; `points` are its data, for those who cannot see it."""
 
     name: str  # the file name without its ending
     title: str  # what it shows
     caption: str  # how to read it
     figure: Figure
-    points: list[str] = field(default_factory=list)
+    points: list[str]
 
     @property
     def alt(self) -> str:
@@ -102,8 +99,7 @@ def figure_and_axes(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figur
 # Plots with a line for each row.
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """The line of a row: a value with its interval, and every single measurement."""
 
     row: Row
@@ -228,8 +224,7 @@ def timing(results: Results, palette: Palette, part: str) -> Chart | str:
 # Plots of one figure over another.
 
 
-@dataclass(frozen=True)
-class Spot:
+class Spot(NamedTuple):
     """A row in the plane."""
 
     row: Row
@@ -321,11 +316,9 @@ def _trade_off(
                 axes.vlines(spot.across, *spot.up.ends, color=colour, linewidth=0.9, alpha=0.6)
     caption += draw_front(axes, best)
     legend_above(figure, axes)
-    marks = []
     for spot in spots:
         text = str(spot.row.number) if results.crowded else spot.row.suffix
-        marks.append((spot.across, spot.up.value, text, palette.style(spot.row).colour))
-    write_beside(axes, marks)
+        write_beside(axes, spot, text, palette.style(spot.row).colour)
     caption += " Numbers: the rows of the table." if results.crowded else ""
     decimals = decimals_for(spot.up for spot in spots)
     points = [f"{spot.row.name}: {spot.across:.3g}, {fixed(spot.up.value, decimals)}" for spot in spots]
@@ -359,16 +352,16 @@ def draw_front(axes: Axes, best: Sequence[Spot]) -> str:
     return " Stepped line: rows that no other beats in both, by the values alone."
 
 
-def write_beside(axes: Axes, points: Iterable[tuple[float, float, str, str]]) -> None:
-    """Write a short text to the upper right of each point, of which place, text and colour are given."""
-    for across, up, text, colour in points:
-        axes.annotate(text, (across, up), (4, 3), textcoords="offset points", fontsize=7, color=colour, zorder=4)
+def write_beside(axes: Axes, spot: Spot, text: str, colour: str) -> None:
+    """Write a short text to the upper right of a row's place."""
+    place = spot.across, spot.up.value
+    axes.annotate(text, place, (4, 3), textcoords="offset points", fontsize=7, color=colour, zorder=4)
 
 
 def legend_above(figure: Figure, axes: Axes) -> None:
     """Put one entry for each label above the plot."""
     handles, labels = axes.get_legend_handles_labels()
-    first = dict(zip(reversed(labels), reversed(handles), strict=True))
+    first = dict(zip(labels[::-1], handles[::-1], strict=True))
     names = list(dict.fromkeys(labels))
     columns = 3 if max(map(len, names), default=0) <= _LEGEND * 2 // 3 else 2
     shown = [shortened(name, _LEGEND) for name in names]
@@ -409,7 +402,8 @@ def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str
     """Draw every plot for which the run has figures."""
     with drawing():
         made = [make(results, palette) for make in _makers(results)]
-        plots = [_finish(chart) for chart in made if isinstance(chart, Chart)]
+        charts = [chart for chart in made if isinstance(chart, Chart)]
+        plots = [Plot(chart, _inline_svg(chart), to_png(chart.figure)) for chart in charts]
     return plots, [line for line in made if isinstance(line, str)]
 
 
@@ -436,18 +430,14 @@ def _makers(results: Results) -> Iterable[Callable[[Results, Palette], Chart | s
     return [differences, *over, closeness, closeness_over_time, memory, *timings]
 
 
-def _finish(chart: Chart) -> Plot:
+def _inline_svg(chart: Chart) -> str:
+    """Write SVG that is fit for a page: no prolog, ids of its own, colours from the page's variables."""
     file = io.StringIO()
     chart.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return Plot(chart, _inline(file.getvalue(), chart.name), to_png(chart.figure))
-
-
-def _inline(svg: str, name: str) -> str:
-    """Make a standalone SVG fit for a page: no prolog, ids of its own, colours from the page's variables."""
-    svg = svg[svg.index("<svg") :]
+    svg = file.getvalue()[file.getvalue().index("<svg") :]
     svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\s(xmlns(:xlink)?|version)="[^"]*"', "", svg, count=3).replace("xlink:href=", "href=")
-    svg = re.sub(r'(\bid="|href="#|url\(#)', lambda match: f"{match[1]}{name}-", svg)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', lambda match: f"{match[1]}{chart.name}-", svg)
     for colour, variable in _VARIABLES.items():
         svg = re.sub(f"(?<=: ){re.escape(colour)}\\b", f"var({variable})", svg)
     svg = re.sub(r"font: ([^;\"]*?)'[^\"]*?sans-serif", r"font: \1sans-serif", svg)

@@ -10,13 +10,11 @@ from typing import Any
 
 from msgspec import structs
 
-from elfatt_sd.config import PatchConfig, known_method
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.protocols import PRINTED
 from elfatt_sd.evaluation.records import (
     Changes,
     Figure,
-    Growth,
     ResultRow,
     ResultsRecord,
     Seconds,
@@ -55,16 +53,22 @@ class Row:
         self.name = f"{self.title} {self.suffix}".strip() + " (null row)" * (self.role == NULL)
         self.method = record.peer or record.method  # the name in configurations; of a peer the package
         self.images, self.time, self.memory = record.images, record.time, record.memory
-        self.figures = {name: _from_zero(name, figure) for name, figure in record.distances.items()}
-        self.figures |= {f"accuracy {name}": figure for name, figure in record.accuracy.items()} | record.metrics
+        self.figures = {**record.distances, **record.metrics}
+        self.figures |= {f"accuracy {name}": figure for name, figure in record.accuracy.items()}
+        for name, figure in record.distances.items():  # no Frechet distance is below 0; estimates of kernel ones may be
+            if figure.interval and not is_kernel(name):
+                self.figures[name] = structs.replace(figure, interval=[max(end, 0.0) for end in figure.interval])
         self.changes: dict[str, Changes] = {measure: getattr(record.paired, measure) for measure in MEASURES}
         self.image_classes = record.paired.classes  # of every image; empty where they were not kept
         self.timed: dict[str, Seconds] = {part: getattr(record.time, part) for part in PARTS}
-        self.stages: dict[str, Growth] = {**self.memory.stages, "reserved": self.memory.reserved}
+        stages = {**self.memory.stages, "reserved": self.memory.reserved}
+        self.stages = {stage: growth.gib_per_image for stage, growth in stages.items()}  # GiB
         self.identical = self.changes["psnr"].identical  # images that equal the baseline's in every pixel
         self.mostly_identical = 2 * (self.identical or 0) > (self.images or 0)
         # Mean PSNR of the images that differ; None where most are identical.
         self.psnr = None if self.mostly_identical else self.changes["psnr"].estimate
+        self.verdicts: dict[str, str | None] = {}  # by the names of figures; see `Results.judges`
+        self.verdict: str | None = None  # the first of them
         # GiB that one more image of a batch takes, with the interval that the fit allows.
         self.slope = estimate(self.memory.gib_per_image, self.memory.interval)
 
@@ -112,6 +116,12 @@ class Results:
         self.methods = [row for row in self.rows if row.role not in (BASELINE, NULL)]
         # of the main table: the first Frechet distance, or what there is
         self.distance = next((name for name in self.distances if not is_kernel(name)), next(iter(self.distances), None))
+        # all figures with verdicts, that of the main table first
+        names = [*sorted(self.distances, key=lambda name: name != self.distance), ACCURACY, *self.metrics]
+        self.judges = [name for name in names if any(row.figure(name).difference.verdict for row in self.rows)]
+        for row in self.rows:
+            row.verdicts = {name: row.figure(name).difference.verdict for name in self.judges}
+            row.verdict = next(iter(row.verdicts.values()), None)
         timed = (part for part in PARTS if any(row.timed[part].seconds_per_image is not None for row in self.rows))
         self.time_part = next(timed, "end_to_end")  # of the main table
 
@@ -149,13 +159,6 @@ def load_results(folder: Path) -> Results:
 
 def is_kernel(name: str) -> bool:
     return name.startswith(("KID", "KD"))
-
-
-def _from_zero(name: str, figure: Figure) -> Figure:
-    """Let the interval of a Frechet distance begin at 0, as no such is below; an estimate of a kernel distance may."""
-    if is_kernel(name) or not figure.interval:
-        return figure
-    return structs.replace(figure, interval=[max(figure.interval[0], 0.0), *figure.interval[1:]])
 
 
 def label_of(record: ResultRow) -> str:
@@ -233,25 +236,15 @@ def comparable_words(results: Results) -> str:
 
 
 def published_for(results: Results, row: Row) -> Mapping[str, Any] | None:
-    """Return the published row of the same program: its label, and what its settings come to."""
-    others = [] if row.role == NULL else results.published
-    return next((other for other in others if _same(other, row)), None)
+    """Return the published row with the same label and settings."""
 
+    def program(label: object, settings: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
+        named = {key: setting_text(value) for key, value in settings.items() if value is not None}
+        return str(label).lower().replace("(baseline)", "").strip(), named
 
-def _same(published: Mapping[str, Any], row: Row) -> bool:
-    ours, theirs = (
-        str(label).lower().replace("(baseline)", "").strip() for label in (row.record.label, published.get("label"))
-    )
-    given = {key: value for key, value in published.items() if key not in ("label", *FIGURES) and value is not None}
-    if ours != theirs or row.role == BASELINE:
-        return ours == theirs and not given
-    named: dict[str, Any] = {key: row.settings.get(key) for key in given}
-    if any(setting_text(named[key]) != setting_text(value) for key, value in given.items()):
-        return False
-    if named == row.settings:
-        return True
-    try:
-        method = known_method(row.record.method)
-        return PatchConfig.preset(method, **row.settings) == PatchConfig.preset(method, **named)
-    except ElfattError:  # phases of its own, whose settings are not known
-        return False
+    ours = program(row.record.label, {} if row.role == BASELINE else row.settings)
+    for other in results.published if row.role != NULL else ():
+        settings = {key: value for key, value in other.items() if key not in ("label", *FIGURES)}
+        if program(other.get("label"), settings) == ours:
+            return other
+    return None

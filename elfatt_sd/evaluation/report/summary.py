@@ -9,7 +9,7 @@ import textwrap
 
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.records import Estimate
-from elfatt_sd.evaluation.report.data import ACCURACY, BASELINE, NULL, PARTS, Results, Row, shortened
+from elfatt_sd.evaluation.report.data import BASELINE, NULL, PARTS, Results, Row, shortened
 from elfatt_sd.evaluation.report.tables import TIMES, decimals_for, fixed, interval, join_names, plural, shown, span
 from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
@@ -19,26 +19,8 @@ _TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before 
 _QUALITY = {BETTER: "better in", NO_DIFFERENCE: "not shown to be worse in", WORSE: "worse in"}
 _COUNTED = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "without a difference shown"}
 _SHORT = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "none shown", TOO_FEW: "not judged"}
+_NOT_WORSE = (BETTER, NO_DIFFERENCE)
 _LEAST = 12  # characters of a row's name
-
-
-def _judges(results: Results) -> list[str]:
-    """Name all figures with verdicts: the distance of the main table, other distances, accuracy, metrics."""
-    distances = sorted(results.distances, key=lambda name: name != results.distance)
-    names = [*distances, ACCURACY, *results.metrics]
-    return [name for name in names if any(row.figure(name).difference.verdict for row in results.rows)]
-
-
-def _verdicts_of(results: Results, row: Row) -> dict[str, str | None]:
-    return {name: row.figure(name).difference.verdict for name in _judges(results)}
-
-
-def _first_verdict(results: Results, row: Row) -> str | None:
-    return next(iter(_verdicts_of(results, row).values()), None)
-
-
-def _is_judged(results: Results, row: Row) -> bool:
-    return _first_verdict(results, row) in (BETTER, NO_DIFFERENCE)
 
 
 def headline(results: Results) -> str:
@@ -49,7 +31,7 @@ def headline(results: Results) -> str:
         return "Time was not measured."
     alone = "UNet alone, " if part == "unet" else ""
     figures = f"{best.name}: {fixed(ratio.value, 2)} times as fast as the untouched pipeline ({alone}{span(ratio, 2)})"
-    verdicts = _verdicts_of(results, best)
+    verdicts = best.verdicts
     for verdict, words in _QUALITY.items():
         names = [name.removesuffix(" mean") for name, found in verdicts.items() if found == verdict]
         figures += f", {words} {join_names(names)}" if names else ""
@@ -62,9 +44,9 @@ def headline(results: Results) -> str:
         figures += f"; untouched timed again: {_times(again)}"
     faster = _is_faster(results, best)
     if faster and WORSE not in verdicts.values():
-        if _is_judged(results, best):
+        if best.verdict in _NOT_WORSE:
             return f"{figures}."
-        few = TOO_FEW in {_first_verdict(results, row) for row in results.methods}
+        few = TOO_FEW in {row.verdict for row in results.methods}
         why = "the classes are too few" if few else "no paired difference was measured"
         return f"{figures}. Its quality is not judged: {why}."
     if faster:
@@ -75,15 +57,24 @@ def headline(results: Results) -> str:
 
 
 def findings(results: Results) -> list[str]:
-    return [said for part in (_verdicts, _null, _speed, _gaps) if (said := part(results))]
+    """Speak of verdicts, chance, speed, and what limits the run: few images or rounds, unreadable ones, failed rows."""
+    references = (results.data.get("reference") or {}).values()
+    unreadable = list(dict.fromkeys(name for part in references for name in (part or {}).get("unreadable") or ()))
+    failed = [row.name for row in results.rows if row.failed]
+    gaps = [_limits(results), f"Time: {results.timing['note']}." if results.timing.get("note") else ""]
+    if unreadable:
+        gaps.append(f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}.")
+    gaps += [f"Failed: {join_names(failed)}."] if failed else []
+    parts = [_verdicts(results), _null(results), _speed(results), " ".join(filter(None, gaps))]
+    return [part for part in parts if part]
 
 
 def recommended(results: Results) -> Row | None:
     """Return the fastest method that is shown to be faster and judged not to be worse, or what comes next to that."""
     speeds = _speeds(results)
     faster = [row for row in speeds if _is_faster(results, row)]
-    good = [row for row in faster if WORSE not in _verdicts_of(results, row).values()]
-    judged = [row for row in good if _is_judged(results, row)]
+    good = [row for row in faster if WORSE not in row.verdicts.values()]
+    judged = [row for row in good if row.verdict in _NOT_WORSE]
     chosen = judged or good or faster or [*speeds]
     unfailed = next((row for row in results.methods if not row.failed), None)
     return max(chosen, key=lambda row: speeds[row].value, default=unfailed)
@@ -109,7 +100,7 @@ def _times(ratio: Estimate) -> str:
 
 def _verdicts(results: Results) -> str:
     """Count the verdicts of the first figure that has any, or say that the classes are too few for any."""
-    said = [_first_verdict(results, row) for row in results.methods]
+    said = [row.verdict for row in results.methods]
     if TOO_FEW in said:
         rest = " but that of accuracy" if results.attributes else ""
         why = f"an interval over fewer than {FEWEST_CLASSES} classes of one size may be far too short"
@@ -120,12 +111,12 @@ def _verdicts(results: Results) -> str:
     count, chance = sum(map(said.count, _COUNTED)), ""
     if count >= _MANY:
         chance = f"; of {count} that do not differ, about {max(round(count * _ERROR_RATE), 1)} would get a verdict"
-    judge = _judges(results)[0]
+    judge = results.judges[0]
     return f"By {judge}, of {plural(count, 'setting')}: {join_names(counts)} (paired 95 % intervals{chance})."
 
 
 def _null(results: Results) -> str:
-    row, judges = results.null, _judges(results)
+    row, judges = results.null, results.judges
     if row is None:
         return "There is no null row: how far chance alone moves the figures is not known."
     found = row.figure(judges[0]).difference.estimate if judges else None
@@ -133,7 +124,7 @@ def _null(results: Results) -> str:
         return ""
     decimals = decimals_for([found])
     figure = f"{fixed(found.value, decimals, sign=True)} {interval(found, decimals, sign=True)}".strip()
-    odd = [name for name, verdict in _verdicts_of(results, row).items() if verdict in (BETTER, WORSE)]
+    odd = [name for name, verdict in row.verdicts.items() if verdict in (BETTER, WORSE)]
     more = f" It was judged different in {join_names(odd)}, so every verdict needs more images." if odd else ""
     return f"The null row, the same pipeline with other seeds, differs by {figure} in {judges[0]}, by chance.{more}"
 
@@ -151,18 +142,6 @@ def _speed(results: Results) -> str:
     mixed = f" Rows attend with different kernels: {join_names(sorted(kernels))}." if len(kernels) > 1 else ""
     figure = f"{best.name}, {_times(speeds[best])} as fast"
     return f"{start}, {PARTS[part]}{place}: {figure}{noise}.{mixed}"
-
-
-def _gaps(results: Results) -> str:
-    """Name what limits the run: a limit on the images, few rounds of timing, what could not be read, failed rows."""
-    references = (results.data.get("reference") or {}).values()
-    unreadable = list(dict.fromkeys(name for part in references for name in (part or {}).get("unreadable") or ()))
-    failed = [row.name for row in results.rows if row.failed]
-    parts = [_limits(results), f"Time: {results.timing['note']}." if results.timing.get("note") else ""]
-    if unreadable:
-        parts.append(f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}.")
-    parts += [f"Failed: {join_names(failed)}."] if failed else []
-    return " ".join(filter(None, parts))
 
 
 def _limits(results: Results) -> str:

@@ -37,8 +37,6 @@ _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 _ARROWS = {"higher": " ↑", "lower": " ↓"}
 _REORDERING = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # signs by which a text shows other words than it holds
 _CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f{_REORDERING}\ud800-\udfff\ufffe\uffff]")
-_SUPERSCRIPTS = "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"
-_RAISED = str.maketrans("-0123456789", _SUPERSCRIPTS)
 
 
 @dataclass(frozen=True)
@@ -92,16 +90,15 @@ def main_table(results: Results) -> Table:
 
     On the toy the accuracy of all attributes follows the distance.
     """
+
+    def limit(row: Row) -> str | None:
+        return row.memory.failed or row.memory.note
+
     columns = figure_columns(results, results.distance, " ↓") if results.distance else []
     columns += figure_columns(results, ACCURACY, " ↑")[:1] if ACCURACY in results.attributes else []
-    columns += [time_column(results, results.time_part)]
-    slope = estimates(results, lambda row: row.slope, least=2, reason=lambda row: row.memory.failed or row.memory.note)
-
-    def memory(row: Row) -> Entry:
-        limited = row.slope is not None and (row.memory.failed or row.memory.note)
-        return replace(slope(row), remark=limited or "")
-
-    columns += [("GiB/img", memory), closeness_columns(results)[0]]
+    slope = estimates(results, lambda row: row.slope, least=2, reason=limit)
+    memory = ("GiB/img", lambda row: replace(slope(row), remark=(row.slope and limit(row)) or ""))
+    columns += [time_column(results, results.time_part), memory, closeness_columns(results)[0]]
     return make_table(results, columns, published=bool(results.published))
 
 
@@ -119,7 +116,7 @@ def more_table(results: Results) -> Table:
     plain: dict[str, list[float | None]] = {
         "Attention density": [row.record.cost.density for row in rows],
         "Denoiser, 10¹² multiply-adds/img": [each and each / 1e12 for each in adds],
-        **{f"{title}, GiB/img": [_slope(row, stage) for row in rows] for stage, title in _STAGES.items()},
+        **{f"{title}, GiB/img": [row.stages.get(stage) for row in rows] for stage, title in _STAGES.items()},
     }
     plain = {title: values for title, values in plain.items() if any(value is not None for value in values)}
     plain["Memory at batch 0, GiB"] = [row.memory.intercept_gib for row in rows]
@@ -178,7 +175,7 @@ def _published_entries(results: Results, row: Row) -> list[Entry]:
     found, base = (published_for(results, each) or {} if each else {} for each in (row, results.baseline))
     before, after = base.get("seconds_per_image"), found.get("seconds_per_image")
     ratio = f"{fixed(before / after, 2)}{TIMES}" if before and after and found is not base else ""
-    notes = (ratio if key == "seconds_per_image" else "" for key in FIGURES)
+    notes = (ratio * (key == "seconds_per_image") for key in FIGURES)
     return [Entry(text, note, "published") for text, note in zip(_published_texts(found), notes, strict=True)]
 
 
@@ -219,14 +216,11 @@ def figure_columns(results: Results, name: str, arrow: str = "") -> Columns:
     if name in results.attributes and name != ACCURACY:
         title = f"{setting_title(name.removeprefix('accuracy '))} accuracy"
     names = ("Difference", "Verdict") if name == results.distance else (f"{title} difference", f"{title} verdict")
-    power = unit_for(figure.estimate for figure in figures)
-    unit = f" ({TIMES}10{str(power).translate(_RAISED)})" if power else ""
     limit = ", extrapolated" if results.extrapolated(name) else ""  # to infinitely many images
     missing = DASH if results.withheld(name) else None
     difference = estimates(
-        results, lambda row: in_unit(row.figure(name).difference.estimate, power), sign=True, paired=True,
-        reason=lambda row: missing,
-    )  # fmt: skip
+        results, lambda row: row.figure(name).difference.estimate, sign=True, paired=True, reason=lambda row: missing
+    )
 
     def verdict(row: Row) -> Entry:
         said = row.figure(name).difference.verdict
@@ -235,10 +229,10 @@ def figure_columns(results: Results, name: str, arrow: str = "") -> Columns:
         )
 
     compares = any(figure.compares for figure in figures)  # with the untouched images
-    values = estimates(results, lambda row: in_unit(row.figure(name).estimate, power), paired=compares)
-    columns: Columns = [(f"{title}{unit}{arrow}", values)]
+    values = estimates(results, lambda row: row.figure(name).estimate, paired=compares)
+    columns: Columns = [(f"{title}{arrow}", values)]
     if any(figure.difference.value is not None or figure.difference.verdict for figure in figures):
-        columns.append((f"{names[0]}{limit}{unit}", difference))
+        columns.append((f"{names[0]}{limit}", difference))
     if any(figure.difference.verdict for figure in figures):
         columns.append((names[1], verdict))
     return columns
@@ -287,10 +281,6 @@ def time_column(results: Results, part: str) -> tuple[str, Maker]:
     return TIME_COLUMNS[part], make
 
 
-def _slope(row: Row, stage: str) -> float | None:
-    return row.stages[stage].gib_per_image if stage in row.stages else None
-
-
 # Numbers and words as in print.
 
 
@@ -303,20 +293,6 @@ def decimals_for(values: Iterable[Estimate | None]) -> int:
     halves = [(value.ends[1] - value.ends[0]) / 2 for value in found if value.ends and value.ends[1] > value.ends[0]]
     size = median(halves) if halves else max((abs(value.value) for value in found), default=1.0)
     return 2 if size <= 0 else min(max((1 if halves else 2) - math.floor(math.log10(size)), 0), 6)
-
-
-def unit_for(values: Iterable[Estimate | None]) -> int:
-    """Return the power of ten, a multiple of 3, in which a column is easy to read: 0 from 0.01 to 10 000."""
-    sizes = [max(abs(value.value), *map(abs, value.ends or ())) for value in values if value is not None and value.ends]
-    size = median(sizes) if sizes else 1.0
-    return 0 if size <= 0 or 0.01 <= size < 10_000 else math.floor(math.log10(size) / 3) * 3
-
-
-def in_unit(value: Estimate | None, power: int) -> Estimate | None:
-    """Write a value in units of a power of ten."""
-    if value is None or not power:
-        return value
-    return estimate(value.value / 10.0**power, value.ends and [end / 10.0**power for end in value.ends])
 
 
 def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
@@ -392,7 +368,6 @@ def md_escape(text: str) -> str:
 _TEX = str.maketrans(
     {
         **{char: f"\\{char}" for char in "{}$&#%_"},
-        **{raised: f"$^{plain}$" for raised, plain in zip(_SUPERSCRIPTS, "-0123456789", strict=True)},
         "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
         "<": r"\textless{}", ">": r"\textgreater{}", MINUS: "$-$", TIMES: r"$\times$", TO: "--", DASH: "---",
         "·": r"$\cdot$", "↓": r"$\downarrow$", "↑": r"$\uparrow$", "∞": r"$\infty$",
@@ -448,7 +423,7 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         record |= _fields(f"{part} speedup", row.timed[part].speed)
     record |= _fields("gib_per_image", row.slope)
     record |= {"intercept_gib": row.memory.intercept_gib, "fit_error_gib": row.memory.fit_error_gib}
-    record |= {f"{stage} gib_per_image": _slope(row, stage) for stage in _STAGES}
+    record |= {f"{stage} gib_per_image": row.stages.get(stage) for stage in _STAGES}
     multiply_adds = row.record.cost.multiply_adds
     record |= {"density": row.record.cost.density, "multiply_adds": multiply_adds and float(multiply_adds)}
     record |= {"memory kind": row.memory.kind, "memory note": row.memory.note, "failed": row.failed}
