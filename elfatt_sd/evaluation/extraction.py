@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError, need
@@ -436,6 +434,8 @@ def every_minute(tell: Callable[[str], None]) -> Progress:
 
 
 def process_state(device: str = "auto") -> Any:
+    from accelerate import PartialState  # which scripts that read results do without
+
     # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
     return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
 
@@ -465,6 +465,8 @@ def leave_processes() -> None:
 
 
 def gathered(value: Value) -> list[Value]:
+    from accelerate.utils import gather_object
+
     found: list[Value] = gather_object([value]) if among_others() else [value]
     return found
 
