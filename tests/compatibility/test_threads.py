@@ -155,7 +155,7 @@ def call(model: Any, image: torch.Tensor, timestep: torch.Tensor) -> torch.Tenso
     is_unet = hasattr(model, "conv_in")
     given = family_of(model).arguments(unwrap(model), Grid.image(8, 8) if is_unet else Grid.image(6, 4), 1, torch.ones)
     given["sample" if is_unet else "hidden_states"] = image
-    given["timestep"] = timestep.expand(1) / (1 if is_unet else 1000)
+    given["timestep"] = timestep if is_unet else timestep.expand(1) / 1000
     return model(**given).sample  # type: ignore[no-any-return]
 
 
