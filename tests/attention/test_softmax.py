@@ -24,7 +24,7 @@ from elfatt_sd.attention.joint import (
     run_agents,
     sampled_joint_attention,
 )
-from elfatt_sd.attention.ordering import Grid, partition
+from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.attention.softmax import (
     agent_attention,
     attend,
@@ -85,14 +85,6 @@ def pooled(q: Tensor, agents: int) -> Tensor:
     return torch.stack([part.mean(dim=1) for part in q.double().tensor_split(agents, dim=1)], dim=1)
 
 
-def test_partition_tiles_any_length() -> None:
-    for tokens, block_size in itertools.product(range(1, 300, 7), (1, 2, 16, 81, 128, 1000)):
-        blocks, base, larger = partition(tokens, block_size)
-        assert blocks * base + larger == tokens
-        assert 0 <= larger < blocks == max(1, round(tokens / block_size)) and base >= 1
-    assert partition(2048, 227) == (9, 227, 5), "the paper's blocks: no token is dropped"
-
-
 @pytest.mark.parametrize("tokens", LENGTHS)
 def test_softmax_blocks_and_pools(tokens: int) -> None:
     """Of any length, with masks of both kinds and scales."""
@@ -109,35 +101,20 @@ def test_softmax_blocks_and_pools(tokens: int) -> None:
         close(pool_agents(q, agents), q.double() if agents >= tokens else pooled(q, agents))
 
 
+# heads, their size, the split, the agents' share, and the heads or channels that then go through agents
+SPLITS = [(8, 40, "auto", 0.5, 4, "heads"), (5, 64, "auto", 0.5, 32, "channels"), (5, 64, "heads", 0.5, 2, "heads")]
+SPLITS += [(8, 40, "channels", 0.5, 16, "channels"), (3, 24, "channels", 0.25, 8, "channels")]
+SPLITS += [(1, 5, "auto", 0.5, 2, "channels"), (4, 8, "auto", 1.0, 4, "heads"), (4, 8, "auto", 0.0, 0, "heads")]
+SPLITS += [(3, 16, "channels", 0.01, 1, "channels"), (3, 16, "channels", 0.99, 15, "channels")]
+
+
 @pytest.mark.parametrize("tokens", [7, 257])
-@pytest.mark.parametrize(
-    ("heads", "size", "split", "share", "heads_of_agents", "channels_of_agents"),
-    [
-        (8, 40, "auto", 0.5, 4, None),
-        (5, 64, "auto", 0.5, None, 32),
-        (5, 64, "heads", 0.5, 2, None),
-        (8, 40, "channels", 0.5, None, 16),
-        (3, 24, "channels", 0.25, None, 8),
-        (1, 5, "auto", 0.5, None, 2),
-        (4, 8, "auto", 1.0, 4, None),
-        (4, 8, "auto", 0.0, 0, None),
-        (3, 16, "channels", 0.01, None, 1),
-        (3, 16, "channels", 0.99, None, 15),
-    ],
-)
-def test_elfatt(
-    tokens: int,
-    heads: int,
-    size: int,
-    split: str,
-    share: float,
-    heads_of_agents: int | None,
-    channels_of_agents: int | None,
-) -> None:
+@pytest.mark.parametrize(("heads", "size", "split", "share", "first", "of"), SPLITS)
+def test_elfatt(tokens: int, heads: int, size: int, split: str, share: float, first: int, of: str) -> None:
     """One part attends through agents, the other in blocks (eq. lepe2sd: heads; eq. lepe1sd: channels)."""
     q, k, v = qkv(tokens, heads, size)
     agents = torch.randn(2, 6, heads, size, generator=torch.Generator().manual_seed(1))
-    dim, first = (2, heads_of_agents) if heads_of_agents is not None else (3, channels_of_agents or 0)
+    dim = 2 if of == "heads" else 3
     qa, ka, va = (x.narrow(dim, 0, first) for x in (q, k, v))
     blocks = dense_blocks(*(x.narrow(dim, first, x.shape[dim] - first) for x in (q, k, v)), block_size=30)
     for given, scale, shortcut in ((None, 0.4, 0.1), (agents, None, 0.0), (agents, 0.4, 0.1)):
@@ -241,12 +218,8 @@ def test_two_parts_are_one_softmax(size: int, dtype: torch.dtype, device: str) -
     assert torch.equal(attend(q, k, v).joined(part).mixed[1], attend(q, k, v).mixed[1])
     for own, other in zip(part, attend(q[:1], k[:1, ::2], v[:1, ::2]), strict=True):
         torch.testing.assert_close(own[:1], other, atol=tolerance, rtol=0)
-
-
-def test_any_strides() -> None:
-    """A kernel that is called directly reads channels that do not lie side by side as if they did."""
-    q, k, v = (x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for x in qkv(9))
-    torch.testing.assert_close(attend(q, k, v), attend(*(x.contiguous() for x in (q, k, v))))
+    apart = [x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0) for x in (q, k, v)]  # channels not side by side
+    torch.testing.assert_close(attend(*apart), attend(q, k, v))
 
 
 BESIDE: dict[str, Callable[..., Tensor]] = {
@@ -328,9 +301,8 @@ def test_logits_near_the_limit_of_the_dtype() -> None:
 def test_fp32_logits_round_the_result_alone(dtype: torch.dtype) -> None:
     """Also under autocast, which would bring everything down to half precision again."""
     q, k, v = qkv(100, size=64, dtype=dtype)
-    q = q * 8
-    exact, found = approximations(*(x.double() for x in (q, k, v))), approximations(q, k, v, fp32_logits=True)
-    whole = [x.float() for x in (q, k, v)]
+    exact, found = (approximations(8 * q.to(to), k.to(to), v.to(to), fp32_logits=True) for to in (torch.float64, dtype))
+    whole = [x.float() for x in (8 * q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):
         cast = approximations(*whole, fp32_logits=True)
     for name in ("softmax", "block"):
@@ -349,40 +321,32 @@ def test_the_own_token_that_dominates_loses_no_precision(dtype: torch.dtype) -> 
     assert torch.equal(cell_joint_attention(*inputs, 8, 8, fp32_logits=True), rounded)
 
 
-@pytest.mark.parametrize(
-    ("call", "calls", "pairs"),
-    [
-        (lambda q, k, v: block_attention(q, k, v, 32), 1, 2048 * 32),  # equal blocks are views
-        (lambda q, k, v: block_attention(q, k, v, 227), 2, 5 * 228**2 + 4 * 227**2),  # remainders are not padded
-        (lambda q, k, v: agent_attention(q, k, v, pool_agents(q, 16)), 2, 2 * 2048 * 16),
-        (lambda q, k, v: sampled_attention(q, k[:, :64], v[:, :64], 4), 1, 2048 * 16),
-    ],
-)
-def test_the_work_is_fused_and_grows_with_the_tokens(call: Callable[..., Tensor], calls: int, pairs: int) -> None:
-    with Work() as work:
-        call(*qkv(2048))
-    assert (work.calls, work.dense, work.pairs) == (calls, 0, 2 * 4 * pairs)
-    assert work.copies == 0 or calls == 2
+def test_the_work_is_fused_and_grows_with_the_tokens() -> None:
+    calls: dict[tuple[int, int], Callable[..., Tensor]] = {  # of kernels, and the pairs that they see
+        (1, 2048 * 32): lambda q, k, v: block_attention(q, k, v, 32),  # equal blocks are views
+        (2, 5 * 228**2 + 4 * 227**2): lambda q, k, v: block_attention(q, k, v, 227),  # remainders are not padded
+        (2, 2 * 2048 * 16): lambda q, k, v: agent_attention(q, k, v, pool_agents(q, 16)),
+        (1, 2048 * 16): lambda q, k, v: sampled_attention(q, k[:, :64], v[:, :64], 4),
+    }
+    for (count, pairs), call in calls.items():
+        with Work() as work:
+            call(*qkv(2048))
+        assert (work.calls, work.dense, work.pairs) == (count, 0, 2 * 4 * pairs)
+        assert work.copies == 0 or count == 2
 
 
-@pytest.mark.parametrize(
-    ("own", "call", "keys"),
-    [
-        (CellSpread(cell=8, block_size=16), "cells", 64),
-        (Sampled(keys=8, groups=4), "sampled", 32),
-        (Elfatt(agents=8, block_size=8), "elfatt", 64),
-        (Softmax(), "exact", 64),
-    ],
-)
-def test_costs_are_the_pairs_that_kernels_see(own: Any, call: str, keys: int) -> None:
+def test_costs_are_the_pairs_that_kernels_see() -> None:
     """Two multiply-adds for each pair of query and key, and channel; the far part computes its own cell, too."""
     size = Size(Grid(1, 8, 8), 64, channels=4 * 8, context=5)
-    with Work() as work:
-        BESIDE[call](*qkv(64), text(masked=False))
-    assert 2 * 8 * work.pairs == 2 * (own.cost(size) - size.projections(64, keys))  # two images
-    assert work.dense == 0
-    if call == "cells":  # whole cells need no copy: log-sum-exps and the bias, no tokens
-        assert work.calls == 3 and work.copies <= 3 + 1
+    cells, elfatt = CellSpread(cell=8, block_size=16), Elfatt(agents=8, block_size=8)
+    owns: dict[str, tuple[Any, int]] = {"cells": (cells, 64), "sampled": (Sampled(keys=8, groups=4), 32)}
+    for call, (own, keys) in {**owns, "elfatt": (elfatt, 64), "exact": (Softmax(), 64)}.items():
+        with Work() as work:
+            BESIDE[call](*qkv(64), text(masked=False))
+        assert 2 * 8 * work.pairs == 2 * (own.cost(size) - size.projections(64, keys)), call  # two images
+        assert work.dense == 0
+        if call == "cells":  # whole cells need no copy: log-sum-exps and the bias, no tokens
+            assert work.calls == 3 and work.copies <= 3 + 1
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -401,25 +365,21 @@ def test_more_rows_or_heads_than_a_cuda_grid_takes(masked: bool, monkeypatch: py
 
 
 def test_auto_takes_flash_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper and on Blackwell's data centre cards PyTorch takes cuDNN's attention, which is faster."""
+    """On Hopper and on Blackwell's data centre cards PyTorch takes cuDNN's attention, which is faster.
+
+    A head size that flash-attn does not take, or a mask, falls back to the native kernel.
+    """
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
-
-    def served(
-        device: str = "cuda", dtype: torch.dtype = torch.float16, size: int = 40, card: Any = (8, 0), there: bool = True
-    ) -> bool:
-        tensor: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(2, 64, 8, size))
-        monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", there)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
-        return attention.flash_takes(tensor)
-
-    assert served() and served(dtype=torch.bfloat16) and served(size=256)
-    assert not (served("cpu") or served(dtype=torch.float32) or served(size=320) or served(there=False))
-    cards = [(7, 5), (8, 6), (9, 0), (10, 3), (12, 0)]
-    assert [served(card=card) for card in cards] == [False, True, False, False, True]
-
-
-def test_auto_chooses_for_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head size that flash-attn does not take, or a mask, falls back to the native kernel."""
+    usual = {"device": "cuda", "dtype": torch.float16, "size": 40, "card": (8, 0), "there": True}
+    others: list[dict[str, Any]] = [{"device": "cpu"}, {"dtype": torch.float32}, {"size": 320}, {"there": False}]
+    cases = [({}, True), ({"dtype": torch.bfloat16}, True), ({"size": 256}, True), *((each, False) for each in others)]
+    cards = {(7, 5): False, (8, 6): True, (9, 0): False, (10, 3): False, (12, 0): True}
+    for changes, flash in (*cases, *(({"card": card}, flash) for card, flash in cards.items())):
+        of: Any = SimpleNamespace(**{**usual, **changes})
+        tensor: Any = SimpleNamespace(device=torch.device(of.device), dtype=of.dtype, shape=(2, 64, 8, of.size))
+        monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", of.there)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=of: of.card)
+        assert attention.flash_takes(tensor) is flash, changes
     served: list[tuple[int, str]] = []
     monkeypatch.setattr(attention, "flash_takes", lambda q: q.shape[-1] <= 8)
     monkeypatch.setattr(attention, "_dispatch", lambda q, *others: (served.append((q.shape[-1], others[-1])), q)[1])
@@ -460,13 +420,3 @@ def test_backends_of_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ElfattError, match=r"needs diffusers 0\.35"):
         softmax_attention(*inputs, backend="flash")
     assert torch.equal(softmax_attention(*inputs, backend="auto"), softmax_attention(*inputs))
-
-
-def test_masks_are_refused_where_they_have_no_meaning() -> None:
-    q, mask = torch.zeros(1, 20, 2, 4), torch.ones(20, 20, dtype=torch.bool)
-    for approximate, given in (
-        *((block_attention, {"block_size": 8}), (agent_attention, {"agents": q[:, :4]})),
-        (elfatt_attention, {"agents": 4, "block_size": 8}),
-    ):
-        with pytest.raises(ElfattError, match="mask"):
-            approximate(q, q, q, **given, mask=mask)  # type: ignore[operator]

@@ -15,9 +15,7 @@ import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 
-ONE_LEVEL: dict[str, Any] = {"sample_size": 8, "block_out_channels": (8,), "mid_block_type": None}
-ONE_LEVEL |= {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
-ONE_LAYER = {**ONE_LEVEL, "up_block_types": ("UpBlock2D",)}
+ONE_LEVEL, ONE_LAYER = tiny.ONE_LEVEL, tiny.ONE_LAYER
 THREE_LEVELS: dict[str, Any] = {"block_out_channels": (8, 16, 16), "up_block_types": ("UpBlock2D",) * 3}
 THREE_LEVELS |= {"down_block_types": ("CrossAttnDownBlock2D",) * 3}
 
@@ -58,24 +56,17 @@ def denoise(unet: Any, steps: int, side: int = 8) -> torch.Tensor:
     return torch.stack(made)
 
 
-def wrap(unet: Any, **options: Any) -> Any:
-    return torch.compile(unet, **options)
-
-
 def in_place(unet: Any, **options: Any) -> Any:
     unet.compile(**options)
     return unet
 
 
-class Guided(torch.nn.Module):
+def inside(unet: Any, **options: Any) -> Any:
     """A wrapper with weights of its own, around a compiled one."""
-
-    def __init__(self, unet: Any, **options: Any) -> None:
-        super().__init__()
-        self.inner, self.scale = torch.compile(unet, **options), torch.nn.Linear(1, 1)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
+    wrapper = torch.nn.Module()
+    wrapper.inner, wrapper.scale = torch.compile(unet, **options), torch.nn.Linear(1, 1)
+    wrapper.forward = lambda *args, **kwargs: wrapper.inner(*args, **kwargs)
+    return wrapper
 
 
 def preset(method: Any, **settings: Any) -> PatchConfig:
@@ -86,13 +77,12 @@ ROUNDED = preset("elfatt-quality", attention_dtype="bfloat16")
 # How it is patched and compiled, whether it is patched first, and how many graphs that takes: one for each phase; three
 # for a shared difference (measuring, adding, the last step), two for a shared matching.
 CASES: dict[str, tuple[PatchConfig, Callable[..., Any], bool, int]] = {
-    "tome": (preset("tome", reuse_layers=True), wrap, True, 1),
+    "tome": (preset("tome", reuse_layers=True), torch.compile, True, 1),
     "tome, shared": (preset("tome", reuse_steps=2), in_place, False, 2),
-    "tome, differences": (preset("tome", residual_steps=3), wrap, True, 3),
-    "agent": (preset("agent"), in_place, False, 2),
-    "elfatt": (preset("elfatt"), Guided, False, 2),
+    "tome, differences": (preset("tome", residual_steps=3), torch.compile, True, 3),
+    "elfatt": (preset("elfatt"), inside, False, 2),
     "elfatt-fast": (preset("elfatt-fast"), in_place, True, 2),
-    "elfatt-quality": (preset("elfatt-quality"), wrap, False, 3),
+    "elfatt-quality": (preset("elfatt-quality"), torch.compile, False, 3),
     "rounded": (PatchConfig("own", (Phase(0.5, attention_dtype="bfloat16"), *ROUNDED.phases)), in_place, True, 4),
 }
 

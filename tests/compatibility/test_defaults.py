@@ -11,11 +11,13 @@ import pytest
 import torch
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import ACTIVE, generator
+from support.checks import ACTIVE
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
 from elfatt_sd.attention import ordering
+from elfatt_sd.families import family_of
+from elfatt_sd.methods import Grid
 from elfatt_sd.toy import renderer
 from elfatt_sd.toy.features import load_feature_extractor
 
@@ -44,21 +46,12 @@ def defaults() -> Iterator[None]:
     torch.set_default_device(None)
 
 
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=generator())
+def unet() -> tuple[Any, Grid, torch.Tensor]:
+    return tiny.unet(), Grid.image(16, 12), torch.arange(999, -1, -1)
 
 
-def unet() -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    given = {"sample": random(2, 4, 16, 12), "encoder_hidden_states": random(2, 7, tiny.TEXT_WIDTH)}
-    return tiny.unet(), torch.arange(999, -1, -1), given
-
-
-def flux() -> tuple[Any, torch.Tensor, dict[str, Any]]:
-    ids = torch.zeros(24, 3)
-    ids[:, 1], ids[:, 2] = torch.arange(6).repeat_interleave(4), torch.arange(4).repeat(6)
-    given = {"hidden_states": random(1, 24, 16), "encoder_hidden_states": random(1, 7, tiny_transformers.TEXT_WIDTH)}
-    given |= {"pooled_projections": random(1, tiny.TEXT_WIDTH), "img_ids": ids, "txt_ids": torch.zeros(7, 3)}
-    return tiny_transformers.flux_transformer(), torch.arange(1000, 0, -1) / 1000, given
+def flux() -> tuple[Any, Grid, torch.Tensor]:
+    return tiny_transformers.flux_transformer(), Grid.image(6, 4), torch.arange(1000, 0, -1) / 1000
 
 
 CASES: list[tuple[Callable[[], Any], PatchConfig]] = [(unet, config) for config in CONFIGS]
@@ -68,12 +61,13 @@ CASES += [(flux, config) for config in JOINT]
 @pytest.mark.parametrize(("make", "config"), CASES, ids=lambda each: getattr(each, "method", None) or each.__name__)
 def test_the_same_is_drawn_with_every_default(make: Callable[[], Any], config: PatchConfig) -> None:
     """In two steps, which share differences. As a default device, the meta device stands for a GPU."""
-    model, steps, given = make()
+    model, grid, steps = make()
+    given = family_of(model).arguments(model, grid, 2, torch.rand)
 
     def run() -> torch.Tensor:
         with torch.no_grad():
             timesteps = steps[950:952, None].unbind()
-            return torch.cat([model(**given, timestep=each, return_dict=False)[0] for each in timesteps])
+            return torch.cat([model(**{**given, "timestep": each, "return_dict": False})[0] for each in timesteps])
 
     def patched() -> torch.Tensor:
         for kept in (ordering._static, ordering.lattice_order):

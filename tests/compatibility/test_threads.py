@@ -20,12 +20,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support import tiny_pipelines as tiny
 from support.checks import ACTIVE, generator, like
-from support.tiny_transformers import embeds, flow_scheduler, flux_transformer, made, runner
+from support.tiny_transformers import flow_scheduler, flux_transformer, made, runner
 
 import elfatt_sd
 from elfatt_sd import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import main_denoiser
+from elfatt_sd.families import family_of, main_denoiser, unwrap
+from elfatt_sd.methods import Grid
 from elfatt_sd.runtime.denoiser import Patch
 from elfatt_sd.runtime.schedule import KEPT, Position
 
@@ -71,8 +72,10 @@ def steps(count: int, calls: int = 1, first: int = 0) -> list[Position]:
     return [Position(step, count) for step in range(first, count) for _ in range(calls)]
 
 
-@pytest.mark.parametrize("target", ["pipeline", "transformer", "PEFT", "copy"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [*((name, "pipeline") for name in CALLS), ("Flux.1", "transformer"), ("Qwen-Image", "PEFT"), ("Wan", "copy")],
+)
 def test_each_run_is_counted_by_the_scheduler_that_draws(name: str, target: str) -> None:
     """Whatever was patched, and whichever of two pipelines around the model draws first."""
     pipe, of = case(name)
@@ -146,16 +149,14 @@ def test_threads_get_the_images_that_they_get_alone(folder: Path, name: str) -> 
     assert (len(patch._calls), len(patch.schedule._runs)) == (0, 1)
 
 
+@torch.no_grad()
 def call(model: Any, image: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
     """Call a UNet, or a transformer of Flux as its pipeline does."""
-    with torch.no_grad():
-        if hasattr(model, "conv_in"):
-            return model(image, timestep, embeds(width=tiny.TEXT_WIDTH)).sample  # type: ignore[no-any-return]
-        ids = torch.zeros(24, 3)
-        ids[:, 1], ids[:, 2] = torch.arange(24) // 4, torch.arange(24) % 4
-        text = {"encoder_hidden_states": embeds(width=8), "pooled_projections": torch.zeros(1, 32)}
-        text |= {"txt_ids": torch.zeros(7, 3), "img_ids": ids}
-        return model(image, timestep=timestep.expand(1) / 1000, **text).sample  # type: ignore[no-any-return]
+    is_unet = hasattr(model, "conv_in")
+    given = family_of(model).arguments(unwrap(model), Grid.image(8, 8) if is_unet else Grid.image(6, 4), 1, torch.ones)
+    given["sample" if is_unet else "hidden_states"] = image
+    given["timestep"] = timestep if is_unet else timestep.expand(1) / 1000
+    return model(**given).sample  # type: ignore[no-any-return]
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:
@@ -217,8 +218,7 @@ def test_runs_that_nobody_goes_on_with_are_let_go() -> None:
 
 def test_threads_that_share_a_compiled_model_are_told_so(fresh_compiler: None) -> None:
     """Compiled code cannot ask for its thread: an error, never a wrong image."""
-    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("UpBlock2D",), "mid_block_type": None}
-    unet = elfatt_sd.apply_patch(tiny.unet(sample_size=8, block_out_channels=(8,), **blocks), "elfatt")
+    unet = elfatt_sd.apply_patch(tiny.unet(**tiny.ONE_LAYER), "elfatt")
     unet.compile(backend="eager")
     inside, outside = threading.Event(), threading.Event()
 
@@ -244,12 +244,12 @@ def test_threads_that_share_a_compiled_model_are_told_so(fresh_compiler: None) -
 # Loops of one's own: where the scheduler is found.
 
 
-def serve(server: Any, image: torch.Tensor, timestep: torch.Tensor) -> torch.Tensor:
-    return call(server.pipe.transformer, image, timestep)
-
-
 def test_a_function_in_between_that_holds_another_scheduler() -> None:
     """At some distance: the one whose count agrees is meant, although the other one has the same values."""
+
+    def serve(server: Any, timestep: torch.Tensor) -> torch.Tensor:
+        return call(server.pipe.transformer, noise(0), timestep)
+
     pipe, of = case("Flux.1")
     pipe.scheduler = flow_scheduler()
     server = SimpleNamespace(pipe=pipe)
@@ -259,39 +259,31 @@ def test_a_function_in_between_that_holds_another_scheduler() -> None:
         own.set_timesteps(6)
         with positions() as found:
             for timestep in own.timesteps:
-                own.step(serve(server, noise(0), timestep), timestep, noise(0))
+                own.step(serve(server, timestep), timestep, noise(0))
         assert found == steps(6)
         of(pipe)(num_inference_steps=6)
-
-
-def begun(held: Any, count: int) -> list[float]:
-    """Begin a schedule of the scheduler in a container."""
-    inside = held if isinstance(held, list) else (held if isinstance(held, dict) else vars(held)).values()
-    own = next(iter(inside))
-    own.set_timesteps(count)
-    return own.timesteps.tolist()  # type: ignore[no-any-return]
 
 
 OF_THE_MODULE = [flow_scheduler()]
 
 
-@pytest.mark.parametrize("hold", [lambda it: [it], lambda it: {"flow": it}, lambda it: SimpleNamespace(it=it, more=())])
-def test_schedulers_that_are_never_stepped(hold: Callable[[Any], Any]) -> None:
+def test_schedulers_that_are_never_stepped() -> None:
     """In a list, in an object; or in the module, of another thread."""
-    transformer, held = patched_flux(), hold(flow_scheduler())
-    for count in (6, 4):
-        with positions() as found:
-            for value in begun(held, count):
-                call(transformer, noise(0), torch.tensor(value))
-        assert found == steps(count)
-    del held
+    transformer = patched_flux()
 
-    def loop() -> None:
-        for value in begun(OF_THE_MODULE, 5):
+    def loop(held: Any, count: int) -> None:
+        inside = held if isinstance(held, list) else (held if isinstance(held, dict) else vars(held)).values()
+        next(iter(inside)).set_timesteps(count)
+        for value in next(iter(inside)).timesteps.tolist():
             call(transformer, noise(0), torch.tensor(value))
 
+    for held in ([flow_scheduler()], {"flow": flow_scheduler()}, SimpleNamespace(it=flow_scheduler(), more=())):
+        for count in (6, 4):
+            with positions() as found:
+                loop(held, count)
+            assert found == steps(count)
     with positions() as found:
-        at_once([loop])
+        at_once([functools.partial(loop, OF_THE_MODULE, 5)])
     assert found == steps(5)
 
 

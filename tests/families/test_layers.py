@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,21 @@ import pytest
 import torch
 from diffusers.models.attention_processor import Attention
 from support import tiny_pipelines as tiny
-from support.checks import recorded
 from torch import nn
-from torch.nn import functional
 
 import elfatt_sd
-from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import FAMILIES, SelfAttention, find_denoisers, find_layers, is_denoiser, select_layers, unwrap
-from elfatt_sd.families.base import PlainProjections
+from elfatt_sd.families import (
+    FAMILIES,
+    SelfAttention,
+    find_denoisers,
+    find_layers,
+    is_denoiser,
+    main_denoiser,
+    select_layers,
+    unwrap,
+)
 from elfatt_sd.families.shapes import SHAPES, TRANSFORMERS, Blueprint, Dimensions, call_arguments, sketch
 from elfatt_sd.methods import Grid
 
@@ -31,148 +38,59 @@ def unet() -> Any:
     return tiny.unet()
 
 
+def other_unet(kind: str, **more: Any) -> Any:
+    for way in ("Down", "Up"):
+        blocks = (f"{kind.removeprefix('Attn')}{way}Block2D", f"{kind}{way}Block2D")
+        more[f"{way.lower()}_block_types"] = (*blocks, blocks[0])
+    sizes = {"sample_size": 32, "block_out_channels": (32, 64, 64), "layers_per_block": 1, "attention_head_dim": 8}
+    return diffusers.UNet2DModel(**sizes, **more).eval()  # type: ignore[attr-defined]
+
+
+UNETS: dict[str, Callable[[], Any]] = {
+    "latents": tiny.unet,
+    "NCSN++": lambda: other_unet("AttnSkip", time_embedding_type="fourier"),
+    "one-sided padding": lambda: other_unet("Attn", downsample_padding=0),
+    "convolution": lambda: other_unet("Attn"),
+    "resnet": lambda: other_unet("Attn", downsample_type="resnet", upsample_type="resnet"),
+}
+
+
 @torch.no_grad()
-def given_to(module: Any, modules: dict[str, nn.Module], *sides: int, channels: int = 4, **more: Any) -> dict[str, Any]:
-    """What modules are given first in a call of a UNet."""
-    seen: dict[str, Any] = {}
-    handles = [
-        each.register_forward_pre_hook(lambda _, given, name=name: seen.__setitem__(name, given[0]))
-        for name, each in modules.items()
-    ]
-    module(torch.zeros(1, channels, *sides), 1.0, **more)
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
-def test_layers_of_a_unet_with_their_grids(unet: Any) -> None:
-    layers = find_layers(unet)
-    names = {"down_blocks.0": [1], "down_blocks.1": [2], "up_blocks.1": [2, 2], "up_blocks.2": [1, 1], "mid_block": [4]}
-    assert {layer.name: layer.downsample for layer in layers} == {
-        f"{block}.attentions.{index}.transformer_blocks.0.attn1": factor
-        for block, factors in names.items()
-        for index, factor in enumerate(factors)
-    }
-    block, text = unet.down_blocks[0].attentions[0].transformer_blocks[0], torch.zeros(1, 2, tiny.TEXT_WIDTH)
-    assert (layers[0].attention, layers[0].norm) == (block.attn1, block.norm1)
-    for size in ((16, 16), (17, 9), (5, 30), (1, 7)):
-        seen = given_to(unet, {layer.name: layer.attention for layer in layers}, *size, encoder_hidden_states=text)
-        assert {layer.name: layer.grid(Grid.image(*size)).tokens for layer in layers} == {
-            name: tokens.shape[1] for name, tokens in seen.items()
-        }
-
-
-@pytest.mark.parametrize("linear", [False, True])
-def test_which_block_inputs_lie_channels_first(linear: bool) -> None:
-    """As a transformer's convolution leaves them to its first block."""
-    unet, text = (
-        tiny.unet(use_linear_projection=linear, transformer_layers_per_block=2),
-        torch.zeros(1, 2, tiny.TEXT_WIDTH),
-    )
-    layers = find_layers(unet)
-    norms: Any = {layer.name: layer.norm for layer in layers}
-    seen = given_to(unet, norms, 16, 16, encoder_hidden_states=text)
-    first = {name: tokens.stride()[1] == 1 for name, tokens in seen.items()}
-    assert first == {layer.name: layer.channels_first for layer in layers}
-    assert any(first.values()) is not linear
-
-
 @pytest.mark.filterwarnings("ignore:To copy construct from a tensor")  # of diffusers 0.32.1's filters
-@pytest.mark.parametrize(
-    ("down", "up", "more"),
-    [
-        ("AttnSkipDownBlock2D", "AttnSkipUpBlock2D", {"time_embedding_type": "fourier"}),
-        ("AttnDownBlock2D", "AttnUpBlock2D", {"downsample_padding": 0}),
-        ("AttnDownBlock2D", "AttnUpBlock2D", {}),
-        ("AttnDownBlock2D", "AttnUpBlock2D", {"downsample_type": "resnet", "upsample_type": "resnet"}),
-    ],
-    ids=["NCSN++", "one-sided padding", "convolution", "resnet"],
-)
-def test_grids_of_other_unets_are_those_that_arrive(down: str, up: str, more: Any) -> None:
-    torch.manual_seed(0)
-    plain = ("SkipDownBlock2D", "SkipUpBlock2D") if "Skip" in down else ("DownBlock2D", "UpBlock2D")
-    unet = diffusers.UNet2DModel(
-        sample_size=32,
-        block_out_channels=(32, 64, 64),
-        layers_per_block=1,
-        attention_head_dim=8,
-        down_block_types=(plain[0], down, plain[0]),
-        up_block_types=(plain[1], up, plain[1]),
-        **more,
-    ).eval()
-    layers, tried = find_layers(unet), 0
-    for size in ((32, 32), (25, 27), (33, 17)):
+@pytest.mark.parametrize("name", UNETS)
+def test_grids_of_unets_are_those_that_arrive(name: str) -> None:
+    unet, tried = UNETS[name](), 0
+    layers, text = find_layers(unet), (torch.zeros(1, 2, tiny.TEXT_WIDTH),) * (name == "latents")
+    assert layers and all(layer.norm is not None for layer in layers if text)
+    for size in ((32, 32), (25, 27), (33, 17), (5, 30), (1, 7)):
+        seen: dict[Any, tuple[int, ...]] = {}
+        keep = lambda module, given, seen=seen: seen.__setitem__(module, given[0].shape)  # noqa: E731
+        handles = [layer.attention.register_forward_pre_hook(keep) for layer in layers]
         try:
-            seen = given_to(unet, {layer.name: layer.attention for layer in layers}, *size, channels=3)
-        except RuntimeError:  # these blocks do not take sides that are not whole multiples
+            unet(torch.zeros(1, unet.config.in_channels, *size), 1.0, *text)
+        except RuntimeError:  # some blocks do not take sides that are not whole multiples
             continue
+        finally:
+            _ = [handle.remove() for handle in handles]
         tried += 1
-        found = {name: tuple(tokens.shape[-2:]) for name, tokens in seen.items()}
-        assert {layer.name: layer.grid(Grid.image(*size))[1:] for layer in layers} == found
+        for layer in layers:  # [batch, tokens, channels], or [batch, channels, rows, columns]
+            grid, shape = layer.grid(Grid.image(*size)), seen[layer.attention]
+            assert shape[1] == grid.tokens if text else tuple(shape[2:]) == grid[1:], (layer.name, size)
     assert tried
 
 
-class Cropping(nn.Module):
-    """A downsampler that drops the last row and column of odd sides."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
-        rows, columns = (side // 2 * 2 for side in x.shape[-2:])
-        return self.inner(x[..., :rows, :columns], *args)  # type: ignore[no-any-return]
-
-
-def test_a_grid_that_is_not_what_it_was_thought_to_be_is_named() -> None:
-    """Of a UNet whose downsampling is not known to round as it does."""
-    unet = tiny.unet()
-    unet.down_blocks[0].downsamplers[0] = Cropping(unet.down_blocks[0].downsamplers[0])
-    elfatt_sd.apply_patch(unet, PatchConfig("all", (Phase(1.0, "sampled", block_size=16),), levels=2))
-    said = "3 of 6 patched layers stay exact, .*: it was given 49 tokens in place of 8x8"
-    with torch.no_grad(), recorded() as calls, pytest.warns(UserWarning, match=said):
-        unet(torch.randn(1, 4, 15, 15), 500, torch.randn(1, 5, tiny.TEXT_WIDTH))
-    assert sum(calls.values()) == 3
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, [1, 1]),
-        ({"levels": 2}, [1, 1, 2]),
-        ({"levels": 9}, [1, 1, 2, 4, 8]),
-        ({"max_downsample": 1, "levels": 3}, [1, 1]),
-        ({"max_downsample": 4}, [1, 1, 2, 4]),
-    ],
-)
-def test_selection(unet: Any, settings: dict[str, Any], expected: list[int]) -> None:
+def test_selection(unet: Any) -> None:
     """Levels count from the finest that has self-attention."""
     attention = find_layers(unet)[0].attention
-
-    def selected(*factors: int, **settings: Any) -> list[int]:
-        layers = [SelfAttention(str(place), attention, None, factor) for place, factor in enumerate(factors)]
-        chosen = select_layers(layers, PatchConfig("any", **settings), sorted(set(factors)))
-        return [layer.downsample for layer in chosen]
-
-    assert selected(1, 1, 2, 4, 8, **settings) == expected
-    assert (selected(2, 4), selected(2, 4, max_downsample=1), selected()) == ([2], [], [])
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_sampled_keys_are_projected_alone_by_a_fused_weight(bias: bool) -> None:
-    torch.manual_seed(0)
-    layer: Any = tiny.unet().down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    for projection in (layer.to_q, layer.to_k, layer.to_v) if bias else ():
-        projection.bias = torch.nn.Parameter(torch.randn(projection.out_features))
-    layer.use_bias = bias
-    tokens, keys = torch.randn(2, 64, 16), torch.tensor([3, 9, 40])
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        wanted = PlainProjections(layer, tokens).project(tokens, keys)
-        layer.fuse_projections()
-        rows, linear = list[int](), functional.linear
-        patch.setattr(functional, "linear", lambda x, *given: rows.append(x.shape[1]) or linear(x, *given))
-        torch.testing.assert_close(PlainProjections(layer, tokens, fused=True).project(tokens, keys), wanted)
-    assert rows == [64, 3]
+    layers = [SelfAttention(str(place), attention, None, factor) for place, factor in enumerate((1, 1, 2, 4))]
+    for first, settings, expected in (
+        *((0, {}, [1, 1]), (0, {"levels": 2}, [1, 1, 2]), (0, {"levels": 9}, [1, 1, 2, 4])),
+        *((0, {"max_downsample": 1, "levels": 3}, [1, 1]), (0, {"max_downsample": 4}, [1, 1, 2, 4])),
+        *((2, {}, [2]), (2, {"max_downsample": 1}, []), (4, {}, [])),
+    ):
+        given = layers[first:]
+        chosen = select_layers(given, PatchConfig("any", **settings), sorted({layer.downsample for layer in given}))
+        assert [layer.downsample for layer in chosen] == expected
 
 
 def test_what_is_a_denoiser(pipe: Any, unet: Any) -> None:
@@ -233,16 +151,7 @@ def by_hand(module: Any, arguments: dict[str, Any]) -> int:
     return sum(counts)
 
 
-def unet2d() -> Any:
-    blocks: dict[str, Any] = {
-        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-    }
-    return diffusers.UNet2DModel(  # type: ignore[attr-defined]
-        sample_size=16, block_out_channels=(16, 32), norm_num_groups=4, attention_head_dim=8, **blocks
-    ).eval()
-
-
+BLOCKS = {f"{way.lower()}_block_types": (f"{way}Block2D", f"Attn{way}Block2D") for way in ("Down", "Up")}
 MODULES = {
     "sd15": lambda _: tiny.unet(),
     "inpainting": lambda _: tiny.unet(in_channels=9),
@@ -251,7 +160,9 @@ MODULES = {
     "sdxl": lambda folder: tiny.sdxl_parts(folder)["unet"],
     "refiner": lambda folder: tiny.sdxl_parts(folder, refiner=True)["unet"],
     "controlnet": lambda _: tiny.controlnet(tiny.unet()),
-    "unconditional": lambda _: unet2d(),
+    "unconditional": lambda _: diffusers.UNet2DModel(
+        sample_size=16, block_out_channels=(16, 32), norm_num_groups=4, attention_head_dim=8, **BLOCKS
+    ).eval(),
 }
 
 
@@ -274,11 +185,10 @@ def test_what_is_counted_is_the_untouched_module() -> None:
     assert Blueprint.of(nn.Linear(2, 2)).multiply_adds(grid) is Blueprint.of(text).multiply_adds(grid) is None
 
 
-# Tokens, and billions of parameters, as published.
-SIZES = {"sd3.5-medium": (4096, 2.2), "flux": (4096, 11.9), "qwen-image": (6889, 20.4), "wan-1.3b": (32760, 1.4)}
-SIZES |= {"wan-14b": (32760, 14.3), "hunyuan-video": (118800, 12.8), "pixart": (4096, 0.61), "chroma": (4096, 8.9)}
-SIZES |= {"flux.2": (4096, 32.2), "z-image": (4096, 6.15), "ltx-video": (7392, 1.92), "cogvideox-5b": (17550, 5.57)}
-SIZES |= {"hunyuan-video-1.5": (111600, 8.3), "sd15": (4096, 0.86), "sdxl": (16384, 2.57)}
+# Billions of parameters, as published.
+SIZES = {"sd15": 0.86, "sdxl": 2.57, "pixart": 0.61, "sd3.5-medium": 2.2, "flux": 11.9, "flux.2": 32.2, "chroma": 8.9}
+SIZES |= {"qwen-image": 20.4, "z-image": 6.15, "wan-1.3b": 1.4, "wan-14b": 14.3, "ltx-video": 1.92}
+SIZES |= {"cogvideox-5b": 5.57, "hunyuan-video": 12.8, "hunyuan-video-1.5": 8.3}
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *TRANSFORMERS])
@@ -287,16 +197,9 @@ def test_sketches_are_the_published_models_without_weights(name: str) -> None:
         with pytest.raises(ElfattError, match=f"has no {TRANSFORMERS[name].kind}; pip install"):
             sketch(name)
         return
-    drawn = sketch(name)
-    module = drawn.transformer or drawn.unet
-    assert module is not None
-    parameters = list(module.parameters())
+    parameters = list(main_denoiser(sketch(name)).parameters())
     assert {parameter.device.type for parameter in parameters} == {"meta"}
-    tokens, billions = SIZES[name]
-    assert sum(parameter.numel() for parameter in parameters) / 1e9 == pytest.approx(billions, rel=0.03)
-    if drawn.transformer is not None:
-        plan = elfatt_sd.plan(drawn, "elfatt-fast")
-        assert {layer.tokens for layer in plan.layers if layer.patched} == {tokens}
+    assert sum(parameter.numel() for parameter in parameters) / 1e9 == pytest.approx(SIZES[name], rel=0.03)
 
 
 WAN_VAE = {"base_dim": 96, "dim_mult": [1, 2, 4, 4], "z_dim": 16}
@@ -316,23 +219,19 @@ def test_sizes_of_a_unet() -> None:
     assert sd15.small(256, 1024) == sd15.small(None, None) == ""
 
 
-@pytest.mark.parametrize(
-    ("config", "vae", "multiple", "factor"),
-    [
-        ({"patch_size": 2, "in_channels": 4, "sample_size": 128}, {**VAE16, "latent_channels": 4}, 16, 8),  # PixArt
-        ({"patch_size": 2, "in_channels": 16, "sample_size": 128}, VAE16, 16, 8),  # Stable Diffusion 3
-        ({"patch_size": 1, "in_channels": 64}, VAE16, 16, 8),  # Flux: the pipeline cuts the patches
-        ({"patch_size": 2, "in_channels": 64}, WAN_VAE, 16, 8),  # Qwen
-        ({"patch_size": [1, 2, 2], "in_channels": 16}, WAN_VAE, 16, 8),
-        ({"patch_size": 1, "in_channels": 8}, {"decoder_block_out_channels": [128] * 6, "latent_channels": 8}, 32, 32),
-    ],
-)
-def test_sizes_of_transformers(config: dict[str, Any], vae: dict[str, Any], multiple: int, factor: int) -> None:
-    found = Dimensions.of(config, vae, own=(1024, 1024))
-    assert (found.factor, found.multiple, found.least) == (factor, multiple, multiple)
-    with pytest.raises(ElfattError, match=f"width=1032 is not accepted; this model needs a multiple of {multiple}"):
-        found.check(1024, 1032)
-    assert Dimensions.of({**config, "sample_height": 60, "sample_width": 90}, VAE16).own == (480, 720)
-    if "sample_size" not in config:
+def test_sizes_of_transformers() -> None:
+    """Flux's pipeline cuts the patches."""
+    ltx = {"decoder_block_out_channels": [128] * 6, "latent_channels": 8}
+    for name, patch, channels, vae, multiple in (
+        *(("PixArt", 2, 4, {**VAE16, "latent_channels": 4}, 16), ("Stable Diffusion 3", 2, 16, VAE16, 16)),
+        *(("Flux", 1, 64, VAE16, 16), ("Qwen-Image", 2, 64, WAN_VAE, 16), ("Wan", [1, 2, 2], 16, WAN_VAE, 16)),
+        ("LTX", 1, 8, ltx, 32),
+    ):
+        config = {"patch_size": patch, "in_channels": channels}
+        found = Dimensions.of(config, vae, own=(1024, 1024))
+        assert (found.factor, found.multiple, found.least) == (max(8, multiple * (name == "LTX")), multiple, multiple)
+        with pytest.raises(ElfattError, match=f"width=1032 is not accepted; this model needs a multiple of {multiple}"):
+            found.check(1024, 1032)
+        assert Dimensions.of({**config, "sample_height": 60, "sample_width": 90}, VAE16).own == (480, 720)
         with pytest.raises(LookupError, match="sample_size"):
             Dimensions.of(config, VAE16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
@@ -11,20 +10,16 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import accelerate
 import diffusers
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support import checks, tiny_pipelines, tiny_transformers
 from support.checks import recorded
-from support.transformer_rows import qwen_controlnet, sd3_controlnet
 
 import elfatt_sd
-from elfatt_sd import ElfattError, PatchConfig, Phase
-from elfatt_sd.families import FAMILIES, Given, family_of
-from elfatt_sd.families.timesteps import FRACTION, RISING
-from elfatt_sd.methods import Grid
+from elfatt_sd import PatchConfig, Phase
+from elfatt_sd.families import main_denoiser
 
 
 def sd15() -> tuple[Any, checks.Run]:
@@ -60,6 +55,7 @@ CASES = {
     "HunyuanVideo 1.5": Case(72, VIDEO, calls=2),
     "CogVideoX": Case(72, VIDEO),
 }
+MERGING = ("Stable Diffusion 1.5", "PixArt", "Stable Diffusion 3")  # without rotary positions
 JOINT = [name for name in CASES if name not in ("Stable Diffusion 1.5", "PixArt")]
 FEW = PatchConfig("few", (Phase(1.0, "cell_spread", block_size=8),))
 every_family = pytest.mark.parametrize("name", CASES)
@@ -74,7 +70,7 @@ def made(name: str) -> tuple[Any, checks.Run]:
 def test_all_keys_methods_and_removal(name: str) -> None:
     pipe, run = made(name)
     checks.check_all_keys(pipe, run)
-    checks.check_methods(pipe, run)
+    checks.check_methods(pipe, run, merges=name in MERGING)
 
 
 @every_family
@@ -130,11 +126,11 @@ def a_call(net: Any, run: checks.Run) -> Callable[[Any], torch.Tensor]:
     return call
 
 
-@every_joint_family
+@every_family
 def test_forward_by_name(name: str) -> None:
     """By its name, in copies and in wrappers it is a call like any other; past the patch it is exact, which is said."""
     pipe, run = made(name)
-    net, call = pipe.transformer, a_call(pipe.transformer, run)
+    net, call = main_denoiser(pipe), a_call(main_denoiser(pipe), run)
     exact, before, signature = call(net), list(vars(net)), inspect.signature(net.forward)
     with elfatt_sd.patched(net, FEW):
         expected = call(net)
@@ -155,6 +151,7 @@ PHASES = {
     "shared difference": (Phase(1.0, "cell_spread", block_size=16, cell=8, residual_steps=2),),
     "elfatt": (Phase(1.0, "elfatt", block_size=16, agents=8, block_order="windows"),),
     "sampled": (Phase(1.0, "sampled", keys=16),),
+    "merged": (Phase(1.0, "elfatt", ratio=0.5, block_size=4, agents=4, block_order="windows", residual_steps=2),),
     "rounded": (
         Phase(0.5, attention_dtype="bfloat16"),
         Phase(1.0, "cell_spread", block_size=16, cell=8, residual_steps=2, attention_dtype="bfloat16"),
@@ -172,6 +169,7 @@ PHASES = {
         ("Flux.1", "rounded", "patch, compile"),
         ("Qwen-Image", "sampled", "compile, patch"),
         ("Qwen-Image", "elfatt", "patch, blocks"),
+        ("Stable Diffusion 3", "merged", "patch, compile"),
         ("Wan", "sampled", "patch, compile"),
         ("Wan", "first half", "blocks, patch"),
     ],
@@ -201,116 +199,9 @@ def test_compiled_is_eager(name: str, phases: str, order: str) -> None:
     torch.testing.assert_close(run(), untouched, atol=1e-5, rtol=1e-4)
 
 
-def offloaded(net: Any) -> Callable[[], None]:
-    accelerate.cpu_offload(net, execution_device=torch.device("cpu"))
-    return lambda: accelerate.hooks.remove_hook_from_submodules(net)
-
-
-def cached(net: Any) -> Callable[[], None]:
-    hooks = pytest.importorskip("diffusers.hooks")  # younger than the oldest diffusers
-    net.enable_cache(hooks.FirstBlockCacheConfig(threshold=1e-9))
-    return lambda: net.disable_cache()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("wrap", [offloaded, cached])
-@pytest.mark.parametrize("order", ["patch first", "removed first", "patch last"])
-def test_what_else_wraps_a_forward(wrap: Callable[[Any], Callable[[], None]], order: str) -> None:
-    """Hooks of accelerate and of diffusers, whoever comes and goes first."""
-    pipe, run = made("Flux.1")
-    net, call = pipe.transformer, a_call(pipe.transformer, run)
-    exact = call(net)
-    with elfatt_sd.patched(net, FEW):
-        expected = call(net)
-    unwrap = wrap(net) if order == "patch last" else None
-    elfatt_sd.apply_patch(net, FEW)
-    unwrap = unwrap or wrap(net)
-    with net.cache_context("one") if wrap is cached else contextlib.nullcontext():
-        torch.testing.assert_close(call(net), expected)
-    if order != "removed first":
-        unwrap()
-        assert torch.equal(call(net), expected)
-    elfatt_sd.remove_patch(net)
-    if order == "removed first":
-        unwrap()
-    assert torch.equal(call(net), exact) and torch.equal(call(net.forward), exact)
-    assert not [value for value in vars(net).values() if type(value).__module__.startswith("elfatt_sd")]
-
-
 def test_a_compiled_forward_is_said_to_be_exact() -> None:
     pipe, run = made("Flux.1")
     net, call = pipe.transformer, a_call(pipe.transformer, run)
     exact = call(net)
     with elfatt_sd.patched(net, FEW), pytest.warns(UserWarning, match="compile the model or its blocks"):
         torch.testing.assert_close(call(torch.compile(net.forward, backend="eager")), exact)
-
-
-# What each family tells of a call of a bare model: the unit of its timestep, and the tokens of text before its own.
-
-
-def z_image_controlnet() -> Any:
-    """One that has got its transformer's embeddings."""
-    config = {"control_layers_places": [0, 1], "control_refiner_layers_places": [0], "control_in_dim": 4}
-    net = tiny_transformers.transformer(
-        "ZImageControlNetModel", **config, dim=32, n_refiner_layers=1, n_heads=2, n_kv_heads=2
-    )
-    return diffusers.ZImageControlNetModel.from_transformer(net, tiny_transformers.z_image()[0].transformer)
-
-
-def of(name: str) -> Callable[[], Any]:
-    return lambda: tiny_transformers.made(name)[0].transformer
-
-
-MODELS: dict[str, tuple[Callable[[], Any], int | None, int]] = {
-    "UNet": (tiny_pipelines.unet, None, 0),
-    "PixArt": (of("PixArt"), None, 0),
-    "StableDiffusion3": (of("Stable Diffusion 3"), None, 0),
-    "SD3ControlNet": (sd3_controlnet, None, 0),
-    "Flux": (of("Flux.1"), FRACTION, 512),
-    "FluxControlNet": (tiny_transformers.controlnet, FRACTION, 512),
-    "Chroma": (of("Chroma"), FRACTION, 512),
-    "Flux2": (of("Flux.2"), FRACTION, 512),
-    "QwenImage": (of("Qwen-Image"), FRACTION, 256),
-    "QwenImageControlNet": (qwen_controlnet, FRACTION, 256),
-    "ZImage": (of("Z-Image"), RISING, 0),
-    "ZImageControlNet": (z_image_controlnet, RISING, 0),
-    "Wan": (of("Wan"), None, 0),
-    "LTXVideo": (of("LTX-Video"), None, 0),
-    "HunyuanVideo": (of("HunyuanVideo"), None, 0),
-    "HunyuanVideo15": (of("HunyuanVideo 1.5"), None, 0),
-    "CogVideoX": (of("CogVideoX"), None, 7),
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", [type(family).__name__ for family in FAMILIES])
-def test_bare_models(name: str) -> None:
-    """What a call was given; a `residual_limit` that nothing fits in is refused; a call is in the phase of its step."""
-    make, unit, before = MODELS[name]
-    try:
-        model = make()
-    except (AttributeError, ImportError):
-        pytest.skip(f"this version of diffusers has no model of {name}")
-    family = family_of(model)
-    grid = family.grid(model, Grid(3, 12, 8) if family.latent(model).frames > 1 else Grid.image(12, 8))
-    found = family.call(model, (), family.arguments(model, grid, 3, torch.rand))
-    assert (found.unit, found.before, found.frames, found.rows, found.grid) == (unit, before, 1, 3, grid)
-    assert not (found.partial or found.compiled or found.differentiated)
-    named = family.arguments(model, grid, 1, torch.rand)
-    later = Phase(1.0, "cell_spread", cell=4, block_size=4, residual_steps=2)
-    elfatt_sd.apply_patch(model, PatchConfig("limited", (later,), residual_limit=1e-9))
-    with pytest.raises(ElfattError, match="more than the"):
-        model(**named)
-    for phases, approximated in (((0.7, 0.73), True), ((0.73, 0.75), False)):  # the step is 720 of 1000
-        exact, few = (Phase(phases[0]), Phase(phases[1], "cell_spread", cell=4, block_size=4))
-        elfatt_sd.apply_patch(model, PatchConfig("late", (exact, few)))
-        with recorded() as calls:
-            model(**named)
-        assert bool(calls) is approximated
-
-
-def test_frames_of_a_clip_are_rows() -> None:
-    moved = diffusers.UNetMotionModel.from_unet2d(tiny_pipelines.unet(), tiny_pipelines.motion_adapter())
-    found = family_of(moved).call(moved, (torch.rand(2, 4, 5, 8, 6), 999), {})
-    assert (found.unit, found.frames, found.rows, found.grid) == (None, 5, 10, Grid.image(8, 6))
-    with pytest.raises(TypeError, match="positional"):  # what is told goes by name
-        Given(torch.rand(1, 4), 0, Grid.image(2, 2), 7, FRACTION)

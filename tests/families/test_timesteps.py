@@ -50,7 +50,10 @@ def test_copied_timesteps_are_found_by_value_in_order() -> None:
 
 
 def test_a_timestep_on_no_schedule_has_the_place_of_its_noise_level() -> None:
-    """As in training, or in score distillation; whatever step the scheduler has come to."""
+    """As in training, or in score distillation; whatever step the scheduler has come to; in another unit, none."""
+    for value in (0.3, -1.25, 1.15, 14.6, 1000, 1e9, math.nan, math.inf):
+        assert of(None).locate(value) == BEYOND
+    assert Schedule(lambda: None, trained_on_noise_levels=True).locate(437) == BEYOND
     names = ("DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler", "UniPCMultistepScheduler")
     for name, index in itertools.product(names, (None, 3, 10)):  # none yet, that of a run broken off, the end
         chosen = set_up(name, steps_offset=1)
@@ -59,28 +62,21 @@ def test_a_timestep_on_no_schedule_has_the_place_of_its_noise_level() -> None:
         assert found == [place(437), place(437), place(5), BEYOND]
 
 
-def test_a_value_in_an_unknown_unit_is_beyond_the_last_phase() -> None:
-    for value in (0.3, -1.25, 1.15, 14.6, 1000, 1e9, math.nan, math.inf):
-        assert of(None).locate(value) == BEYOND
-    assert Schedule(lambda: None, trained_on_noise_levels=True).locate(437) == BEYOND
+UNITS: dict[str, Callable[[Any, int], Any]] = {
+    "fraction": lambda chosen, i: chosen.timesteps[i].item() / 1000,
+    "from the end": lambda chosen, i: 1 - chosen.timesteps[i].item() / 1000,
+    "noise level": lambda chosen, i: chosen.sigmas[i].item(),
+    "quarter of its logarithm": lambda chosen, i: torch.log(chosen.sigmas[i]) * 0.25,
+    "a batch of it": lambda chosen, i: torch.full((2,), chosen.sigmas[i].item()),
+}
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        lambda chosen, i: chosen.timesteps[i].item() / 1000,
-        lambda chosen, i: 1 - chosen.timesteps[i].item() / 1000,
-        lambda chosen, i: chosen.sigmas[i].item(),
-        lambda chosen, i: torch.log(chosen.sigmas[i]) * 0.25,
-        lambda chosen, i: torch.full((2,), chosen.sigmas[i].item()),
-    ],
-    ids=["fraction", "from the end", "noise level", "quarter of its logarithm", "a batch of it"],
-)
-def test_other_parametrisations_are_known(unit: Any) -> None:
+@pytest.mark.parametrize("unit", UNITS)
+def test_other_parametrisations_are_known(unit: str) -> None:
     chosen = set_up(steps=20)
     schedule = of(chosen)
     for _ in range(2):
-        assert locate(schedule, (unit(chosen, i) for i in range(20))) == steps(20)
+        assert locate(schedule, (UNITS[unit](chosen, i) for i in range(20))) == steps(20)
 
 
 def test_a_loop_between_timesteps_stays_in_timesteps_to_its_end() -> None:
@@ -127,28 +123,29 @@ def test_loops_in_noise_levels(name: str) -> None:
 class Copies:
     """Timesteps that only a device knows, and what was read of them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.read: list[Any] = []
-        self._known: dict[int, tuple[torch.Tensor, Any]] = {}
-        original = module._value
-        monkeypatch.setattr(
-            module, "_value", lambda given: self._look(given) if id(given) in self._known else original(given)
-        )
+        self.known: dict[int, tuple[torch.Tensor, Any]] = {}
+        self.plain = module._value
 
-    def _look(self, given: torch.Tensor) -> Any:
-        self.read.append(self._known[id(given)][1])
+    def value(self, given: Any) -> Any:
+        if id(given) not in self.known:
+            return self.plain(given)
+        self.read.append(self.known[id(given)][1])
         return self.read[-1]
 
     def of(self, value: Any, place: int = 0) -> torch.Tensor:
         """Return a copy, one of two places in memory."""
         copy = torch.empty(2, device="meta")[place]
-        self._known[id(copy)] = copy, value
+        self.known[id(copy)] = copy, value
         return copy
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
-    return Copies(monkeypatch)
+    made = Copies()
+    monkeypatch.setattr(module, "_value", made.value)
+    return made
 
 
 @torch.no_grad()
@@ -177,7 +174,7 @@ def test_a_copy_in_a_buffer_is_read_where_the_scheduler_does_not_count(copies: C
     schedule, buffer, located = of(chosen), copies.of(None), []
     for timestep in chosen.timesteps.tolist():
         buffer.zero_()  # writes it, as far as PyTorch knows
-        copies._known[id(buffer)] = buffer, timestep
+        copies.known[id(buffer)] = buffer, timestep
         located += locate(schedule, (buffer, buffer))
     assert [each and each.step for each in located] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
 
@@ -196,30 +193,6 @@ def test_a_copy_on_the_device_that_is_not_of_the_counted_step(copies: Copies) ->
     assert schedule.locate(chosen.timesteps[3]) == Position(3, 5) and schedule.run.first == 0
 
 
-@torch.no_grad()
-def test_copies_on_the_device_of_two_schedulers(copies: Copies) -> None:
-    """Read at their beginning where a function holds one of them, and in every step where it holds both."""
-    one, other = set_up(steps=5), set_up(steps=7)
-    schedule = of(None)
-
-    def copy_of(chosen: Any, step: int) -> Any:
-        chosen._step_index = step
-        return copies.of(chosen.timesteps[step].item(), step % 2)
-
-    def turn(chosen: Any, step: int) -> Position | None:
-        return schedule.locate(copy_of(chosen, step))
-
-    assert [turn(each, step) for step in range(5) for each in (one, other)] == [
-        Position(step, count) for step in range(5) for count in (5, 7)
-    ]
-    assert len(copies.read) == 2
-    for step in range(5):
-        assert schedule.locate(copy_of(one, step)) == Position(step, 5)
-        one._step_index = step + 1
-        assert schedule.locate(copy_of(other, step)) == Position(step, 7)
-    assert len(copies.read) == 2 + 9, "but for the last one, where the other scheduler is at its end"
-
-
 def test_the_device_is_read_once_a_run_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule, (first, *others) = of(chosen := set_up("DDIMScheduler", 4)), chosen.timesteps.unbind()
 
@@ -232,27 +205,15 @@ def test_the_device_is_read_once_a_run_at_most(monkeypatch: pytest.MonkeyPatch) 
     assert locate(schedule, others) == steps(4, first=1)
 
 
-@pytest.mark.parametrize(
-    "timesteps",
-    [
-        torch.arange(1000),
-        torch.tensor([3, 12, 437, 990]),
-        torch.tensor([437, 12, 990, 3]),
-        torch.tensor([990, 437, 12, 3, 2, 1]),
-        torch.tensor([600, 400, 200, 100]),
-        torch.tensor([14.2, 9.1, 5.0, 2.3, 0.9, 0.2]),
-        torch.tensor([990, 990, 990]),
-        torch.tensor([999, 998, 3]),
-    ],
-    ids=["rising", "sorted", "drawn", "uneven", "begins at less noise", "noise levels", "one value", "one wide step"],
-)
-def test_what_is_no_schedule(timesteps: torch.Tensor) -> None:
-    """As batches drawn for training, sorted or not."""
-    schedule = of(None)
-    for timestep in timesteps[:6]:
-        value = timestep.item()
-        assert schedule.locate(timestep) == (BEYOND if value < 20 and type(value) is float else place(value))
-    assert schedule.run.first < 0, "no run began"
+def test_what_is_no_schedule() -> None:
+    """As batches drawn for training, sorted or not; noise levels; one value; one wide step."""
+    drawn = ([3, 12, 437, 990], [437, 12, 990, 3], [990, 437, 12, 3, 2, 1], [600, 400, 200, 100], [990] * 3)
+    for values in (range(1000), *drawn, [14.2, 9.1, 5.0, 2.3, 0.9, 0.2], [999, 998, 3]):
+        schedule = of(None)
+        for timestep in torch.tensor(values)[:6]:
+            value = timestep.item()
+            assert schedule.locate(timestep) == (BEYOND if type(value) is float else place(value))
+        assert schedule.run.first < 0, "no run began"
 
 
 @pytest.mark.parametrize(("name", "extra"), SCHEDULERS, ids=IDS)
@@ -265,20 +226,13 @@ def test_the_timesteps_of_another_scheduler_are_a_schedule(name: str, extra: dic
             assert locate(schedule, other.timesteps[first:]) == steps(calls, first)
 
 
-@pytest.mark.parametrize(
-    ("timesteps", "count"),
-    [
-        (torch.linspace(999, 0, 10), 10),
-        (torch.linspace(999, 1, 10).long(), 10),
-        (torch.linspace(1, 0, 11), 10),
-        (torch.tensor([999, 850, 736, 645, 545, 455, 343, 233, 124, 24]), 10),
-        (torch.tensor([999, 749, 499, 249]), 4),
-        (12 * torch.linspace(1, 0.1, 10) / (1 + 11 * torch.linspace(1, 0.1, 10)) * 1000, 10),
-    ],
-    ids=["even", "whole", "fractions that lead to 0", "align your steps", "few steps", "shifted flow"],
-)
-def test_schedules_of_ones_own(timesteps: torch.Tensor, count: int) -> None:
-    assert locate(of(None), timesteps[:count]) == steps(count)
+def test_schedules_of_ones_own() -> None:
+    """Even, of whole numbers, as align-your-steps has them, few, of a shifted flow; and fractions that lead to 0."""
+    even, flows = torch.linspace(999, 1, 10), torch.linspace(1, 0.1, 10)
+    known = torch.tensor([999, 850, 736, 645, 545, 455, 343, 233, 124, 24])
+    own = (even, even.long(), known, torch.tensor([999, 749, 499, 249]), 12 * flows / (1 + 11 * flows) * 1000)
+    for timesteps in (*own, torch.linspace(1, 0, 11)[:-1]):
+        assert locate(of(None), timesteps) == steps(len(timesteps))
 
 
 def test_rising_timesteps_have_the_place_of_their_noise_level() -> None:
@@ -329,8 +283,6 @@ HANDED: dict[str, tuple[Handed, int | None]] = {
     "copy (HunyuanVideo)": (lambda t, dtype: t.expand(2).to(dtype), None),
     "copies of one (Wan I2V)": (lambda t, dtype: t[None].repeat(2).to(dtype), None),
 }
-every_hand = pytest.mark.parametrize(("handed", "unit"), HANDED.values(), ids=HANDED)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
 
 def flow(count: int, shift: float = 3.0) -> Any:
@@ -340,21 +292,28 @@ def flow(count: int, shift: float = 3.0) -> Any:
 
 
 def follow(
-    chosen: Any, handed: Handed, dtype: torch.dtype, unit: int | None, calls: int = 1, first: int = 0
+    chosen: Any,
+    handed: Handed,
+    dtype: torch.dtype,
+    unit: int | None,
+    calls: int = 1,
+    *,
+    first: int = 0,
+    count: int | None = None,
 ) -> list[Position | None]:
     """Run a scheduler as a pipeline does, and return where each call is thought to be."""
     schedule = of(chosen)
     sample, found = torch.zeros(1, 2), []
-    for t in chosen.timesteps[first:]:
+    for t in chosen.timesteps[first:count]:
         found += locate(schedule, (handed(t, dtype) for _ in range(calls)), unit)
         sample = chosen.step(torch.zeros(1, 2), t, sample).prev_sample
     return found
 
 
-@every_hand
-@every_dtype
+@pytest.mark.parametrize(("handed", "unit"), HANDED.values(), ids=HANDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_call_of_a_flow_has_its_step(handed: Handed, unit: int | None, dtype: torch.dtype) -> None:
-    """Also where image to image begins inside."""
+    """Also where image to image begins inside, after a run that was broken off, and with Wan's own schedulers."""
     for (count, shift), calls in itertools.product(((1, 3), (4, 1), (8, 3), (28, 3), (50, 1), (50, 12)), (1, 2)):
         chosen = flow(count, shift)
         for _ in range(2):
@@ -363,25 +322,13 @@ def test_every_call_of_a_flow_has_its_step(handed: Handed, unit: int | None, dty
     chosen = flow(50)
     chosen.set_begin_index(30)
     assert follow(chosen, handed, dtype, unit, first=30) == steps(50, first=30)
-
-
-@every_hand
-def test_after_a_run_that_was_broken_off(handed: Handed, unit: int | None) -> None:
     chosen = flow(50, 12.0)
-    schedule = of(chosen)
-    for t in chosen.timesteps[:9]:
-        schedule.locate(handed(t, torch.bfloat16), unit)
-        chosen.step(torch.zeros(1, 2), t, torch.zeros(1, 2))
+    follow(chosen, handed, dtype, unit, count=9)
     chosen.set_timesteps(50)
-    assert follow(chosen, handed, torch.bfloat16, unit) == steps(50)
-
-
-@pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "DPMSolverMultistepScheduler"])
-@every_dtype
-def test_other_schedulers_of_flows(name: str, dtype: torch.dtype) -> None:
-    """Wan's own, whose timesteps are whole numbers."""
-    chosen = getattr(diffusers, name)(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
-    for handed, unit in HANDED.values():
+    assert follow(chosen, handed, dtype, unit) == steps(50)
+    for name in ("UniPCMultistepScheduler", "DPMSolverMultistepScheduler"):  # whose timesteps are whole numbers
+        given = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 5.0}
+        chosen = getattr(diffusers, name)(**given)
         chosen.set_timesteps(30)
         assert follow(chosen, handed, dtype, unit, 2) == steps(30, calls=2)
 
@@ -396,11 +343,3 @@ def test_fractions_without_a_scheduler_or_between_its_steps(unit: int) -> None:
     between = float(chosen.timesteps[2] + chosen.timesteps[3]) / 2000
     found = of(chosen).locate(torch.tensor([between]), units.FRACTION)
     assert found is not None and not found.scheduled
-
-
-def test_ranks_of_a_scheduler_that_was_never_set() -> None:
-    """It has all timesteps of the training, and none of a run."""
-    own, schedule = flow(4), of(FlowMatchEulerDiscreteScheduler(shift=3.0))
-    assert schedule.locate(torch.tensor([1.0]), units.FRACTION) == Position(0, 4)
-    del own
-    assert schedule.locate(torch.tensor([1.0]), units.FRACTION) == Position(0, 1000, False)

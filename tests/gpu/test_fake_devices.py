@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
 from support.checks import FEW_KEYS, generator, recorded
-from support.kernels import GPU, OTHER, STEPS, Machine, fake_machine
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import elfatt_sd
@@ -22,20 +24,89 @@ from elfatt_sd.attention.softmax import make_ready, softmax_attention
 from elfatt_sd.config import METHODS
 from elfatt_sd.drawing import doctor
 from elfatt_sd.drawing.studio import peak_in_words
-from elfatt_sd.families import main_denoiser
+from elfatt_sd.families import family_of, joint, main_denoiser, unwrap
 from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import PeakMeter, peak_memory
-from elfatt_sd.runtime import autotune
+from elfatt_sd.methods import Grid
+from elfatt_sd.runtime.schedule import Position, Schedule, _Found
+
+GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
+STEPS = 4
+_TIMESTEPS = torch.arange(STEPS)
+
+
+class Machine:
+    """The fake machine: `step` of them all is the one that every call is in, as values on a device cannot be read."""
+
+    step, grid = 0, Grid(0, 0, 0)
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def move(self, module: nn.Module, dtype: torch.dtype, device: torch.device = GPU) -> Any:
+        """Give a module fake weights on a device, in place."""
+        with self.mode:
+            for part in module.modules():
+                for kept in (part._parameters, part._buffers):
+                    for name, tensor in kept.items():
+                        if tensor is not None:
+                            own = dtype if tensor.is_floating_point() else tensor.dtype
+                            moved: Any = torch.empty(tensor.shape, dtype=own, device=device)
+                            kept[name] = nn.Parameter(moved, False) if kept is part._parameters else moved
+        return module
+
+    def call(
+        self, module: nn.Module, dtype: torch.dtype, *, rows: int = 2, side: int = 16, device: torch.device = GPU
+    ) -> torch.Tensor:
+        """Call a denoiser with inputs on a device, and return its output."""
+        with self.mode, torch.no_grad():
+            family = family_of(module)
+            latent = Grid(family.latent(module).frames, side, side)
+            inner = unwrap(module)
+
+            def fill(*shape: int) -> torch.Tensor:
+                return torch.zeros(*shape, dtype=dtype, device=device)
+
+            self.grid = family.grid(inner, latent)
+            given = family.arguments(inner, self.grid, rows, fill)
+            output = module(**{**given, "return_dict": False})
+        while not isinstance(output, torch.Tensor):
+            output = output[0]
+        return output
+
+
+def _forget() -> None:
+    """Empty the caches of the package: what is kept on a fake device holds no values."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("elfatt_sd"):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear") and getattr(value, "__module__", "") == name:
+                    value.cache_clear()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    machine = Machine()
+
+    def locate(schedule: Any, timestep: Any, unit: int | None = None) -> Position:
+        found = _Found(Position(machine.step, STEPS), _TIMESTEPS)
+        schedule._follow(found)
+        return found.position
+
+    told = {"get_device_capability": (9, 0), "mem_get_info": (2**35, 2**36), "memory_allocated": 0}
+    for name, value in {**told, "memory_reserved": 0, "is_current_stream_capturing": False}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(Schedule, "locate", locate)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)
+    monkeypatch.setattr(joint, "_read_grid", lambda *_: machine.grid)
+    _forget()
+    yield machine
+    _forget()
+
 
 needs_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="this PyTorch is not built for CUDA")
 HALF = [torch.float16, torch.bfloat16]
-SMALL: dict[str, Any] = {
-    "block_out_channels": (16,),
-    "down_block_types": ("CrossAttnDownBlock2D",),
-    "mid_block_type": None,
-    "up_block_types": ("CrossAttnUpBlock2D",),
-    "layers_per_block": 1,
-}
+SMALL = {**tiny.ONE_LEVEL, "block_out_channels": (16,), "sample_size": 16}
 ORDERS = ("sequence", "raster", "windows", "curve", "strided", "spread")
 PHASES = {
     "softmax": Phase(1.0, "softmax", ratio=0.5),
@@ -71,42 +142,24 @@ RUN_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture
-def machine() -> Iterator[Machine]:
-    with fake_machine() as machine:
-        yield machine
-
-
-def unet(machine: Machine, dtype: torch.dtype) -> Any:
-    return machine.move(tiny.unet(**SMALL), dtype)
-
-
 CONFIGS = {
     **{str(method): PatchConfig.preset(method) for method in METHODS if method != "sd"},
     **{str(own): PatchConfig.preset("tome", **own) for own in RUN_SETTINGS},
+    **{name: PatchConfig("own", (phase,)) for name, phase in PHASES.items()},
 }
 
 
 @needs_cuda
 @pytest.mark.parametrize("name", CONFIGS)
-def test_presets_and_settings_of_a_run(machine: Machine, name: str) -> None:
-    dtype = HALF[len(name) % 2]
-    model = elfatt_sd.apply_patch(unet(machine, dtype), CONFIGS[name])
-    for machine.step in range(STEPS):
-        made = machine.call(model, dtype)
-        assert (made.device, made.dtype, made.shape) == (GPU, dtype, (2, 4, 16, 16))
-
-
-@needs_cuda
-@pytest.mark.parametrize("name", PHASES)
-def test_attentions_and_orders(machine: Machine, name: str) -> None:
-    """On a grid that neither blocks nor cells divide."""
-    dtype = HALF[len(name) % 2]
-    model = elfatt_sd.apply_patch(unet(machine, dtype), PatchConfig("own", (PHASES[name],)))
+def test_presets_settings_attentions_and_orders(machine: Machine, name: str) -> None:
+    """Presets and settings of a run in all its steps; others on a grid that neither blocks nor cells divide."""
+    dtype, side = HALF[len(name) % 2], 18 if name in PHASES else 16
+    model = elfatt_sd.apply_patch(machine.move(tiny.unet(**SMALL), dtype), CONFIGS[name])
     with recorded() as calls:
-        made = machine.call(model, dtype, rows=1, side=18)
+        for machine.step in range(1 if name in PHASES else STEPS):
+            made = machine.call(model, dtype, side=side)
+            assert (made.device, made.dtype, made.shape) == (GPU, dtype, (2, 4, side, side))
     assert calls
-    assert (made.device, made.dtype, made.shape) == (GPU, dtype, (1, 4, 18, 18))
 
 
 @needs_cuda
@@ -117,7 +170,7 @@ def test_attentions_and_orders(machine: Machine, name: str) -> None:
 )
 def test_inputs_and_levels_on_other_devices(machine: Machine, name: str, given: torch.device | None) -> None:
     """Accelerate moves an input after our hook has seen it; and with `dispatch_model` a block has another device."""
-    model = unet(machine, torch.float16)
+    model = machine.move(tiny.unet(**SMALL), torch.float16)
     if given is None:
         machine.move(model.up_blocks, torch.float16, OTHER)
     elfatt_sd.apply_patch(model, PatchConfig("own", (PHASES[name],)))
@@ -133,7 +186,7 @@ def test_inputs_and_levels_on_other_devices(machine: Machine, name: str, given: 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("name", "order"), [("merged", "compile, patch"), ("shared difference", "patch, blocks")])
 def test_compiled_without_a_break(machine: Machine, name: str, order: str) -> None:
-    model = unet(machine, torch.float16)
+    model = machine.move(tiny.unet(**SMALL), torch.float16)
     blocks = [module for module in model.modules() if type(module).__name__ == "BasicTransformerBlock"]
     for step in order.split(", "):
         if step == "patch":
@@ -196,60 +249,6 @@ def test_a_capture_by_somebody_else_is_refused(machine: Machine, monkeypatch: py
         machine.call(unet, torch.float16)
 
 
-def test_on_a_gpu_ten_calls_are_timed_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    events: list[str] = []
-    monkeypatch.setattr("elfatt_sd.measure.synchronize", lambda device: events.append("wait"))
-    autotune._seconds(lambda: events.append("call"), GPU)
-    assert events == ["wait", *["call"] * 10, "wait"]
-
-
-def test_the_key_of_a_decision_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    key = autotune.decision_key
-
-    def count(*given: Any) -> str:
-        made.append(key(*given))
-        return made[-1]
-
-    monkeypatch.setattr(autotune, "decision_key", count)
-    monkeypatch.setattr(autotune, "measure", lambda *_: autotune.Decision(0.5, 0.4, 0.6))
-    unet = elfatt_sd.apply_patch(tiny.unet(), "tome", autotune=True)
-    text = torch.zeros(1, 3, tiny.TEXT_WIDTH)
-    with torch.no_grad():
-        unet(torch.zeros(1, 4, 16, 16), 999, text)
-        layers = len(made)
-        unet(torch.zeros(1, 4, 16, 16), 500, text)
-        assert len(made) == layers > 0
-        unet(torch.zeros(1, 4, 24, 16), 500, text)
-    assert len(made) == 2 * layers
-
-
-class Hidden:
-    """What CUDA is on a machine whose PyTorch has none of its names."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"torch.cuda.{name}")
-
-
-def test_without_any_name_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    unet, sample, text = tiny.unet(), torch.zeros(1, 4, 16, 16), torch.zeros(1, 3, tiny.TEXT_WIDTH)
-    monkeypatch.setattr(torch, "cuda", Hidden())
-    assert devices.accelerators().keys() <= {"xpu", "mps"}
-    assert pick_device("cpu") == torch.device("cpu")
-    with pytest.raises(ElfattError, match="is not on this machine"):
-        pick_device("cuda")
-    for method in ("tome", "agent", "elfatt", "elfatt-fast"):
-        elfatt_sd.apply_patch(unet, method, fp32_logits=True)
-        with torch.no_grad():
-            assert unet(sample, 999, text).sample.isfinite().all()
-    with pytest.raises(ElfattError, match=r"attention_backend=.triton. needs"):
-        make_ready("triton")
-    assert [finding.status for finding in doctor._self_check()] == ["ok"]
-    assert "CPU" in [finding.name for finding in doctor._machine()]
-    assert PeakMeter(torch.device("cpu")).restart() in (True, False)
-    devices.empty_caches()
-
-
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
 def test_other_accelerators(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """By what PyTorch's module for them can do."""
@@ -310,7 +309,8 @@ def test_rocm_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its devices have that name, but not CUDA's version, nor in older versions of PyTorch a number."""
     card = SimpleNamespace(total_memory=2**34, major=9, minor=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "MI300X")
     monkeypatch.setattr(torch.version, "hip", "6.3")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert devices._cuda(GPU)["runtime"] == "ROCm 6.3"
+    assert devices.describe_machine(GPU)["cuda"]["runtime"] == "ROCm 6.3"
     assert devices.read_clocks(GPU) == {}

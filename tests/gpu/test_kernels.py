@@ -1,26 +1,128 @@
-"""Triton's kernels in its interpreter, and with CUDA graphs on a real GPU: `pytest -m gpu`."""
+"""Triton's kernels in its interpreter, and with CUDA graphs on a real GPU: `pytest -m gpu`.
+
+The interpreter is chosen before Triton is imported: `TRITON_INTERPRET=1 PYTHONPATH=.:tests python FILE` prints the
+greatest difference to the pure functions for each case, as JSON.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import checks, tiny_transformers
 from support import tiny_pipelines as tiny
-from support.checks import with_effect
+from torch import Tensor
 
 import elfatt_sd
+from elfatt_sd.attention import joint, merging
+from elfatt_sd.attention.joint import Keys
+from elfatt_sd.attention.merging import Split, split_grid
+from elfatt_sd.attention.ordering import Grid, lattice_order
 from elfatt_sd.attention.softmax import sampled_attention, triton_takes
-from elfatt_sd.config import METHODS
+from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.phases import Phase
 
-HERE = Path(__file__).parent
-needs_triton = pytest.mark.skipif(sys.platform != "linux", reason="Triton is there for Linux")
+kernels: Any = None
+if os.environ.get("TRITON_INTERPRET") or torch.cuda.is_available():
+    from elfatt_sd.attention import triton as kernels
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sampled(grid: Grid, keys: int, groups: int, size: int, context: Keys | None) -> tuple[Tensor, Tensor]:
+    """Queries in place beside those that were put in the order of their groups."""
+    q, (k, v) = normal(2, grid.tokens, 2, size), normal(2, 2, keys * groups, 2, size, seed=1)
+    order = lattice_order(grid, groups, torch.device("cpu"))
+    ordered = q if order is None else q[:, order[0]]
+    weight = grid.tokens / keys
+    if context is None:
+        wanted = sampled_attention(ordered, k, v, groups)
+    else:
+        wanted = joint.sampled_joint_attention(ordered, k, v, groups, stands_for=weight, context=context)
+    wanted = wanted if order is None else wanted[:, order[1]]
+    given: dict[str, Any] = {"order": None if order is None else order[0], "stands_for": weight, "context": context}
+    return wanted, kernels.sampled(q, k, v, groups, **given)
+
+
+def text(size: int, mask: Tensor | None = None, stands_for: float = 1.0) -> Keys:
+    return Keys(*normal(2, 2, 11, 2, size, seed=2), mask, stands_for)
+
+
+def cells(
+    tokens: int, number: int, groups: int, size: int, weighted: bool, context: Keys | None
+) -> tuple[Tensor, Tensor]:
+    q, k, v = normal(3, 2, tokens, 2, size)
+    wanted = joint.cell_joint_attention(q, k, v, number, groups, weighted=weighted, context=context)
+    return wanted, kernels.cells(q, k, v, number, groups, weighted=weighted, context=context)
+
+
+def matched(batch: int, grid: tuple[int, int], stride: int, channels: int, first: bool) -> tuple[Tensor, Tensor]:
+    """Similarities, and the similarities at the places that were found: ties may be settled otherwise."""
+    metric = normal(batch, grid[0] * grid[1], channels)
+    metric = metric.mT.contiguous().mT if first else metric
+    metric[:, 3] = 0
+    split = Split.of(split_grid(*grid, stride), (grid[0] // stride) * (grid[1] // stride))
+    sources, destinations = split.places[: split.sources], split.places[split.sources :]
+    similarity, nearest = merging.most_similar(metric, sources.long(), destinations.long())
+    own_similarity, own = kernels.most_similar(metric, sources, destinations)
+    unit = torch.nn.functional.normalize(metric, dim=2)
+    at_own = (unit[:, sources] * unit[:, destinations].gather(1, own[..., None].expand(-1, -1, channels))).sum(2)
+    assert (own == nearest).float().mean() > 0.9
+    return torch.stack([similarity, similarity]), torch.stack([own_similarity, at_own])
+
+
+def cases() -> dict[str, tuple[Tensor, Tensor]]:
+    made = {}
+    mask = torch.arange(11)[None] < torch.tensor([[7], [11]])
+    for size, (groups, rows) in itertools.product((40, 64, 160), ((1, 9), (2, 16), (3, 9))):
+        made[f"sampled, head {size}, {groups} groups, {rows} rows"] = sampled(Grid(1, rows, 13), 17, groups, size, None)
+    texts = {"text": text(72), "mask": text(72, mask), "bias": text(72, normal(2, 11)), "weight": text(72, None, 3.0)}
+    for name, own in texts.items():
+        made[f"sampled, {name}"] = sampled(Grid(1, 9, 13), 20, 2, 72, own)
+    for tokens, weighted in itertools.product((96, 103), (True, False)):
+        made[f"cells, {tokens} tokens, {weighted}"] = cells(tokens, 8, 3, 48, weighted, text(48, mask))
+    made["cells, without text"] = cells(103, 12, 2, 128, True, None)
+    for batch, grid, stride, channels, first in ((2, (12, 14), 2, 40, True), (1, (9, 17), 4, 33, False)):
+        made[f"matching, {grid}, {channels} channels"] = matched(batch, grid, stride, channels, first)
+    return made
+
+
+def drawn(pipe: Any, config: PatchConfig, **size: int) -> tuple[Tensor, Tensor]:
+    """Images of a patched pipeline with PyTorch's attention, and with the kernels."""
+    calls = []
+    for name in ("attend", "most_similar"):
+        inner = getattr(kernels, name)
+        setattr(kernels, name, lambda *args, _inner=inner, **given: (calls.append(0), _inner(*args, **given))[1])
+    run = checks.runner(pipe, **size)
+    images = []
+    for backend in ("auto", "triton"):
+        with elfatt_sd.patched(pipe, config.with_settings(attention_backend=backend)):
+            images.append(run())
+        assert bool(calls) == (backend == "triton"), (config, backend)
+    return images[0], images[1]
+
+
+def pipelines(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    sd15 = tiny.sd15(folder)
+    sampled_keys = PatchConfig("sampled", (Phase(1.0, "sampled", keys=8),), levels=2)
+    cell_keys = PatchConfig("cell_spread", (Phase(1.0, "cell_spread", cell=8, block_size=16),))
+    return {
+        "pipeline sampled": drawn(sd15, sampled_keys),
+        "pipeline cell_spread": drawn(sd15, cell_keys),
+        "pipeline tome": drawn(sd15, PatchConfig.preset("tome")),
+        "pipeline flux": drawn(tiny_transformers.flux(folder), sampled_keys, height=64, width=64),
+    }
 
 
 def on_a_gpu(test: Any) -> Any:
@@ -28,25 +130,17 @@ def on_a_gpu(test: Any) -> Any:
     return pytest.mark.gpu(skipped(pytest.mark.usefixtures("fresh_compiler")(test)))
 
 
-@pytest.fixture(scope="module")
-def differences() -> dict[str, float]:
-    """Triton is told of its interpreter before it is imported: a process of its own."""
-    pytest.importorskip("triton")
-    places = os.pathsep.join(str(HERE.parents[up]) for up in (0, 1))
+def test_kernels_are_the_pure_functions() -> None:
+    """Also through pipelines: a UNet, merged tokens, and a transformer with text; in a process of its own."""
+    pytest.importorskip("triton")  # it is there for Linux
+    here = Path(__file__)
+    places = os.pathsep.join(str(here.parents[up]) for up in (1, 2))
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": places}
-    command = [sys.executable, "-W", "ignore", str(HERE / "interpreted.py")]
+    command = [sys.executable, "-W", "ignore", str(here)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    return dict(json.loads(run.stdout))
-
-
-@needs_triton
-def test_kernels_are_the_pure_functions(differences: dict[str, float]) -> None:
-    """Also through pipelines: a UNet, merged tokens, and a transformer with text."""
+    differences: dict[str, float] = json.loads(run.stdout)
     assert len(differences) > 20
-    assert {name.split()[1] for name in differences if name.startswith("pipeline")} == {
-        *("sampled", "cell_spread", "tome", "flux")
-    }
     limits = {name: 1e-4 if name.startswith("pipeline") else 1e-5 for name in differences}  # of a layer; of a whole run
     assert {name for name, difference in differences.items() if not difference < limits[name]} == set()
 
@@ -86,7 +180,7 @@ def denoise(unet: Any) -> torch.Tensor:
 @pytest.mark.parametrize("method", [method for method in METHODS if method != "sd"])
 def test_graphs_replay_what_every_step_draws(method: Any, blocks: bool) -> None:
     """Twice over a run: the first time graphs are recorded, the second they are replayed alone."""
-    settings = with_effect(method, block_size=16, agents=8)
+    settings = checks.with_effect(method, block_size=16, agents=8)
     eager = denoise(elfatt_sd.apply_patch(tiny.unet().cuda(), method, **settings))
     unet = elfatt_sd.apply_patch(tiny.unet().cuda(), method, **settings)
     kinds = ("BasicTransformerBlock",) if blocks else ("UNet2DConditionModel",)
@@ -108,10 +202,14 @@ def test_a_graph_around_a_patched_model_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [40, 64, 128, 160])
 def test_triton_attends_as_pytorch_does(dtype: torch.dtype, size: int) -> None:
-    pytest.importorskip("triton")
-    from elfatt_sd.attention import triton as kernels
-
     q = torch.randn(2, 1000, 4, size, device="cuda", dtype=dtype)
     k, v = torch.randn(2, 2, 128, 4, size, device="cuda", dtype=dtype)
     own = kernels.sampled(q, k, v, 2, order=None, stands_for=1.0, context=None)
     torch.testing.assert_close(own.float(), sampled_attention(q.float(), k.float(), v.float(), 2), rtol=2e-2, atol=2e-2)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        made = {**cases(), **pipelines(Path(folder))}
+    print(json.dumps({name: (own - other).abs().max().item() for name, (own, other) in made.items()}))

@@ -77,16 +77,13 @@ def test_a_registered_attention_is_a_method(pipe: Any) -> None:
         (broken(name=""), "give a `name`"),
         (broken(name="sampled"), "'sampled' is taken by elfatt_sd.methods.sampled:Sampled"),
         (broken(name="tome"), "'tome' is taken by the method 'tome'"),
-        (broken(name="ELFATT_Fast"), "'ELFATT_Fast' is taken by the method 'elfatt-fast'"),
         (broken(name="Cell-Spread"), "'Cell-Spread' is taken by elfatt_sd.methods.sampled:CellSpread"),
         (with_field(math.inf), "'what' is not one that JSON can hold"),
-        (with_field(field(default_factory=list)), "'what' is not one that JSON can hold"),
         (with_field(field(default_factory=lambda: 1 / 0)), "'what' is not one that JSON can hold"),
         (with_field(0, "seed"), "'seed' means something else"),
         (broken(frozen=False), "not a frozen dataclass"),
         (broken(base=Attention, cost=lambda self, size: 1.0), "no method attend"),
         (3, "give a class derived from"),
-        (dict, "give a class derived from"),
     ],
 )
 def test_what_is_declared_wrongly_is_refused_in_one_line(kind: Any, rule: str) -> None:
@@ -150,11 +147,10 @@ def test_what_raises_in_a_step_is_named(pipe: Any) -> None:
 def test_it_is_a_method_on_the_command_line(module: str, tmp_path: Path) -> None:
     from elfatt_sd.cli.options import Patch
 
-    assert PatchConfig.preset(module).method == "values"  # type: ignore[arg-type]
-    chosen = Patch(method=module, set=["factor=0.5"])
-    assert chosen.config.phases[0].attention.factor == 0.5  # type: ignore[attr-defined]
-    chosen.config.save(tmp_path / "own.json")
-    assert PatchConfig.load(tmp_path / "own.json") == chosen.config
+    chosen = Patch(method=module, set=["factor=0.5"]).config
+    assert (chosen.method, chosen.phases[0].attention.factor) == ("values", 0.5)  # type: ignore[attr-defined]
+    chosen.save(tmp_path / "own.json")
+    assert PatchConfig.load(tmp_path / "own.json") == chosen
 
 
 @pytest.mark.parametrize("strength", [0.5, -1.0])

@@ -65,11 +65,11 @@ def load_script(path: str) -> Any:
 
 
 class Work(TorchDispatchMode):
-    """Counts copies, sorts, dense products, calls of fused attention, and the pairs of queries and keys of those."""
+    """Counts copies, sorts, dense products, calls of fused attention, pairs of queries and keys; the largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.copies = self.calls = self.pairs = self.dense = self.partitions = 0
+        self.copies = self.calls = self.pairs = self.dense = self.partitions = self.largest = 0
         self.sorts: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,7 +83,9 @@ class Work(TorchDispatchMode):
         if name in ("sort", "argsort", "msort"):
             self.sorts.append(args[0].dtype)
         self.copies += name in ("copy_", "clone", "_to_copy", "cat", "index_select", "constant_pad_nd")
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        self.largest = max(self.largest, made.numel() if isinstance(made, Tensor) else 0)
+        return made
 
 
 def generator() -> torch.Generator:
@@ -243,11 +245,11 @@ def check_all_keys(pipe: Any, run: Run, atol: float = 1e-5) -> None:
         )
 
 
-def check_methods(pipe: Any, run: Run) -> None:
+def check_methods(pipe: Any, run: Run, merges: bool = False) -> None:
     """Every attention changes the image, repeats itself, and is taken back: the same processors, the same bits."""
     before = {id(layer.attention): layer.attention.processor for layer in all_layers(pipe)}
     untouched = run()
-    for name, phase in FEW_KEYS.items():
+    for name, phase in {**FEW_KEYS, **({"merged": Phase(1.0, ratio=0.5)} if merges else {})}.items():
         elfatt_sd.apply_patch(pipe, PatchConfig("few", (phase,)))
         found = run()
         assert torch.isfinite(found).all(), name

@@ -72,6 +72,12 @@ def unet(**changes: Any) -> UNet2DConditionModel:
     return UNet2DConditionModel(**{**config, **changes}).eval()
 
 
+# Of UNets with attention on one level alone; with one such layer.
+ONE_LEVEL: dict[str, Any] = {"sample_size": 8, "block_out_channels": (8,), "mid_block_type": None}
+ONE_LEVEL |= {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+ONE_LAYER = {**ONE_LEVEL, "up_block_types": ("UpBlock2D",)}
+
+
 def text_encoder() -> CLIPTextModel:
     torch.manual_seed(2)
     return CLIPTextModel(text_config()).eval()

@@ -256,40 +256,27 @@ _TABLE = {
 }
 
 
-def family(
+FAMILIES = list(_TABLE)
+
+
+def made(
     name: str, *, config: dict[str, Any] | None = None, second: bool = False, **options: Any
 ) -> tuple[Any, Callable[..., torch.Tensor]]:
     """A pipeline of a family, and what runs it; with a second transformer, that takes over at 0.8 of the noise."""
     row = _TABLE[name]
+    if not hasattr(diffusers, row.kind):
+        pytest.skip(f"this version of diffusers has no {row.kind}")
     models = [row.make(row.model, **(config or {})) for _ in range(1 + second)]
     pipe = pipeline(row.kind, *models, **row.parts(), **({"boundary_ratio": 0.8} if second else {}))
     return pipe, runner(pipe, **{**copy.deepcopy(row.given), **options})
 
 
 def sd3(**changes: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
-    return family("Stable Diffusion 3", config=changes)
+    return made("Stable Diffusion 3", config=changes)
 
 
-pixart_run = functools.partial(family, "PixArt")
-flux_run = functools.partial(family, "Flux.1")
-chroma_run = functools.partial(family, "Chroma")
-qwen_image = functools.partial(family, "Qwen-Image")
-z_image = functools.partial(family, "Z-Image")
-wan = functools.partial(family, "Wan")
-ltx_video = functools.partial(family, "LTX-Video")
-hunyuan_video = functools.partial(family, "HunyuanVideo")
-hunyuan_video_15 = functools.partial(family, "HunyuanVideo 1.5")
-cogvideox = functools.partial(family, "CogVideoX")
-# How each is made, and the class of its pipeline, which an old diffusers may lack.
-FAMILIES = {name: (functools.partial(family, name), row.kind) for name, row in _TABLE.items()}
-
-
-def made(name: str, **options: Any) -> tuple[Any, Callable[..., torch.Tensor]]:
-    """A pipeline of a family, and what runs it."""
-    make, kind = FAMILIES[name]
-    if not hasattr(diffusers, kind):
-        pytest.skip(f"this version of diffusers has no {kind}")
-    return make(**options)
+qwen_image = functools.partial(made, "Qwen-Image")
+wan = functools.partial(made, "Wan")
 
 
 # Whole pipelines with text encoders and decoders.
@@ -346,16 +333,6 @@ def flux(folder: Path, kind: Any = diffusers.FluxPipeline, **parts: Any) -> Any:
     given = {"vae": tiny.vae(), "text_encoder": tiny.text_encoder(), "tokenizer": tiny.tokenizer(folder / "tokenizer")}
     given |= {"transformer": flux_transformer(), **pixart_text(folder, "_2")}
     return pipeline(kind.__name__, **{**given, **parts})
-
-
-def chroma(folder: Path, kind: str = "ChromaPipeline", **parts: Any) -> Any:
-    given = {"vae": vae(), "transformer": _model("ChromaTransformer2DModel"), **pixart_text(folder)}
-    return pipeline(kind, **{**given, **parts})
-
-
-def flux2(kind: str = "Flux2Pipeline", **parts: Any) -> Any:
-    """A Flux.2 pipeline, or one of its kinds, that is given its text as embeddings."""
-    return pipeline(kind, _model("Flux2Transformer2DModel"), **{"vae": _flux2_vae(), **parts})
 
 
 def _spelling(folder: Path, name: str, *transformers: Any, **parts: Any) -> Any:
