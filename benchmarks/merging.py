@@ -53,7 +53,6 @@ def merging(
     Phase(ratio=ratio, stride=stride)  # checks them
     asked = {"ratio": ratio, "stride": stride, "channels": channels}
     record = Record(session, "merging", place, asked, bases=["tomesd"])
-    record.announce(3 * repeats * len(dtypes) * len(sides))
     for dtype, (count, side) in itertools.product(dtypes, sides.items()):
         generator = torch.Generator().manual_seed(0)
         x = standard_normal((batch, count, channels), generator).to(place, pick_dtype(dtype, place))

@@ -201,9 +201,6 @@ def layer(
     settings["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
     record = Record(session, kind, place, settings, bases=[Softmax.name, _PEER])
     parts = {"attention": _attention_calls, "layer": _layer_calls}
-    each = repeats + memory  # calls of a variant
-    variants = sum(len(make(min(sides.values()), batch, block_size, place, precision)) for make in parts.values())
-    record.announce(len(sides) * variants * each)
     for (count, side), part in itertools.product(sides.items(), parts):
         calls = without_gradients(parts[part](side, batch, block_size, place, precision))
         key = {"tokens": count, "batch": batch, "part": part}
@@ -216,7 +213,6 @@ def layer(
                 f"max_seconds={max_seconds:g}.",
                 stacklevel=2,
             )
-            record.announce(-len(slow) * each)
             calls = {name: call for name, call in calls.items() if name not in slow}
         if calls:
             record.time(key, calls, repeats)
@@ -367,7 +363,6 @@ def unet(
 
     units = units_of(made, lineup.variants, lose)
     measured = [name for name, variant in lineup.variants.items() if name in units and variant.kind != FLOOR]
-    record.announce(len(keys) * (repeats * len(units) + len(measured) * len(batches)))
     for key in keys:
         inputs = made.inputs(key["size"], batch)
         calls = {
@@ -448,7 +443,6 @@ def pipeline(
     for size in sizes:
         warn_if_too_large(pipe, *height_and_width(size), rows=2, batch=batch)
     measured = [name for name, each in lineup.variants.items() if memory and each.kind != FLOOR]
-    record.announce(len(sizes) * (repeats * len(twins) + len(measured)))
     for size in sizes:
         calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}
         few = min(steps, 5)

@@ -31,7 +31,7 @@ class Session:
     name: str | None = None  # of these files, if not that of the benchmark
     command: str = ""  # the words that were typed, which the results have
     markdown: bool = False  # whether the table is printed as Markdown
-    # called with a group's name, the number of all calls done, and of all that are known to come
+    # called with a group's name, and the numbers of its calls that are done and that it has
     progress: Progress = lambda name, done, total: None
     # leave out a variant that fails, and keep the reason; otherwise only what does not fit into memory
     keep_going: bool = False
@@ -48,8 +48,7 @@ class Record:
         self, session: Session | None, kind: str, device: torch.device, settings: Mapping[str, Any], **details: Any
     ) -> None:
         self._session = session or Session()
-        self._device = device
-        self._done = self._ahead = 0  # calls of stages that are over, and of those that were announced
+        self._device, self.tell = device, self._session.progress
         self.results: Results = {"kind": kind, "command": self._session.command, "settings": dict(settings)}
         self.results |= {"machine": describe_machine(device), **details, "groups": [], "rows": []}
         self._session.results = self.results
@@ -64,13 +63,8 @@ class Record:
         warm_up: Mapping[str, Call] | None = None,
     ) -> None:
         """Time calls interleaved, and keep each whole round; they are warmed up, or what is given does so for them."""
-        group, bystanders, started, before = self.group(key), Bystanders(), now(), self._done
-        warm, repeated = calls if warm_up is None else warm_up, dict[str, int]()
-        self._ahead = max(0, self._ahead - repeats * len(calls))
-
-        def tell(done: int, total: int) -> None:
-            self._done = before + done
-            self.tell(title(key), 0, total - done)
+        group, bystanders, started = self.group(key), Bystanders(), now()
+        warm, repeated = warm_up or calls, dict[str, int]()
 
         def take(turn: Turn) -> float:
             return timed(calls[turn.name], self._device, repeated.get(turn.name, 1))
@@ -81,6 +75,7 @@ class Record:
                 repeated[turn.name] = max(1, min(20, round(0.1 / timed(warm[turn.name], self._device))))
             return taken
 
+        tell = functools.partial(self.tell, title(key))
         lose = functools.partial(self.lose, key)
         compared = Comparison([*calls], take, repeats, tell, lose, group["times"])
         tell(0, (repeats + 1) * len(calls))
@@ -105,33 +100,22 @@ class Record:
 
     def keep_peak(self, key: Mapping[str, Any], variant: str, batch: int, measure: Callable[[], int | None]) -> None:
         """Measure the peak memory of a variant, unless the variant did not fit into memory."""
-        self._ahead = max(0, self._ahead - 1)
-        group, what = self.group(key), f"{title(key)}, memory at batch {batch}"
+        group, what = self.group(key), f"{variant}, memory at batch {batch}"
         if variant in group["lost"] or variant in group.get("failed", ()):
             return
-        self.tell(what, 0, 1)
+        self.tell(f"{title(key)}, {what}", 0, 1)
         peaks = group["peaks"].setdefault(variant, {})
         peaks[str(batch)] = None
         try:
             peaks[str(batch)] = measure()
         except Exception as error:
-            self.lose(key, f"{variant}, memory at batch {batch}", error)
+            self.lose(key, what, error)
         self.work_out()
-        self._done += 1
-        self.tell(what, 0, 0)
 
     def keep_rows(self, key: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
         """Keep rows that were measured as they are, without rounds."""
         self.group(key)["measured"] = [{**key, **row} for row in rows]
         self.work_out()
-
-    def announce(self, calls: int) -> None:
-        """Let the progress count calls that come later: rounds times variants, and measurements of memory."""
-        self._ahead += calls
-
-    def tell(self, name: str, done: int, total: int) -> None:
-        """Tell how far a benchmark is, by the calls of a stage that are done and all that it has."""
-        self._session.progress(name, self._done + done, self._done + total + self._ahead)
 
     def group(self, key: Mapping[str, Any]) -> dict[str, Any]:
         found = next((group for group in self.results["groups"] if group["key"] == dict(key)), None)
@@ -157,7 +141,15 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
             bases = [base for base in results["bases"] if base in totals]
             names = [name for name, _ in run["parts"]]
             row = {**group["key"], "method": method, **_timing(totals[method], totals, bases, run["floor"])}
-            row |= _memory([group["peaks"].get(name, {}) for name in names], group["key"].get("batch"))
+            # The greatest peak of the parts at the timed batch, and its growth for one more image, which is two rows.
+            peaks = [group["peaks"].get(name, {}) for name in names]
+            known_at = [{int(batch): peak for batch, peak in each.items() if peak is not None} for each in peaks]
+            batches = sorted(set.intersection(*map(set, known_at)))
+            greatest = {batch: max(each[batch] for each in known_at) for batch in batches}
+            growth = None
+            if len(batches) > 1:
+                growth = 2 * (greatest[batches[-1]] - greatest[batches[0]]) / (batches[-1] - batches[0])
+            row |= {"peak_bytes": greatest.get(group["key"].get("batch")), "bytes_per_picture": growth}
             if len(names) > 1 or names[0] != method:
                 row["parts"] = [
                     {"variant": name, "steps": steps, "what": results["settings"]["variants"][name]["what"]}
@@ -196,18 +188,6 @@ def _timing(own: Sequence[float], totals: Times, bases: Sequence[str], floor: st
         "speed": {base: ratio(totals[base], own) for base in bases},
         "floor": {"name": floor, **ratio(own, totals[floor])} if floor is not None and floor in totals else None,
     }
-
-
-def _memory(peaks: Sequence[Mapping[str, int | None]], batch: int | None) -> dict[str, Any]:
-    """Take the greatest peak of a run's parts at the timed batch, and its growth for one more image: two rows."""
-    known = [{int(batch): peak for batch, peak in each.items() if peak is not None} for each in peaks]
-    batches = sorted(set.intersection(*map(set, known)))
-    greatest = {batch: max(each[batch] for each in known) for batch in batches}
-    growth = None
-    if len(batches) > 1:
-        least, most = batches[0], batches[-1]
-        growth = 2 * (greatest[most] - greatest[least]) / (most - least)
-    return {"peak_bytes": None if batch is None else greatest.get(batch), "bytes_per_picture": growth}
 
 
 def title(key: Mapping[str, Any]) -> str:

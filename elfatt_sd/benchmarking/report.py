@@ -32,8 +32,6 @@ if TYPE_CHECKING:  # the suite for GPUs runs on machines without it
 
 Row = Mapping[str, Any]
 KEYS = ("size", "tokens", "batch", "dtype", "part")
-WIDE = 110  # columns from which on every figure is shown
-MOST_GROUPS = 3  # that have sentences: the last ones, which are the largest
 # How results of other scripts are shown, by kind: their Markdown, and their figure; see benchmarks/shown.py.
 OTHERS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Any]]] = {}
 _LEGEND = {  # by the names that it explains
@@ -87,26 +85,37 @@ def speed_table(results: Results) -> str:
                 figures = (cell(each) for cell in columns.values())
                 cells.append([*(str(row.get(key, "")) for key in keys), each["method"], *figures])
         lines = [*[f"{shared[:1].upper()}{shared[1:]}:", ""] * bool(shared), *table_lines(cells)]
-    if named := legend({row["method"] for row in rows}):
-        lines += ["", named]
-    if noisy := [row["method"] for row in rows if any(map(beats_its_floor, (row, *row.get("parts", ()))))]:
+    return _with_notes(lines, results)
+
+
+def _notes(results: Results) -> list[str]:
+    """Say what names mean, what is noise, what did not fit into memory, and what failed otherwise."""
+    rows = [row for row in results["rows"] if "speed" in row]
+    said = [legend({row["method"] for row in rows})]
+    noisy = [row["method"] for row in rows if any(map(beats_its_floor, (row, *row.get("parts", ()))))]
+    if noisy:
         named = ", ".join(f"`{name}`" for name in dict.fromkeys(noisy))
-        lines += ["", f"Faster than its floor, which is noise (repeat with more rounds): {named}."]
-    return _with_lost(lines, results)
+        said.append(f"Faster than its floor, which is noise (repeat with more rounds): {named}.")
+    for group in results["groups"]:
+        where = title(group["key"])
+        if group.get("lost"):
+            said.append(f"Did not fit into memory ({where}): {', '.join(group['lost'])}.")
+        said += [f"Failed ({where}): {name}: {why}" for name, why in group.get("failed", {}).items()]
+    return list(filter(None, said))
+
+
+def _with_notes(lines: Sequence[str], results: Results) -> str:
+    return "".join(f"{line}\n" for line in [*lines, *(each for note in _notes(results) for each in ("", note))])
 
 
 def table_of(cells: Sequence[Sequence[str]], results: Results) -> str:
     """Return cells as a Markdown table, its head first, and what was lost below it."""
-    return _with_lost(table_lines(cells), results)
+    return _with_notes(table_lines(cells), results)
 
 
 def table_lines(cells: Sequence[Sequence[str]]) -> list[str]:
     head, *others = (f"| {' | '.join(row)} |" for row in cells)
     return [head, "|" + "---|" * len(cells[0]), *others]
-
-
-def _with_lost(lines: Sequence[str], results: Results) -> str:
-    return "".join(f"{line}\n" for line in [*lines, *(each for line in lost(results) for each in ("", line))])
 
 
 def _columns(
@@ -124,17 +133,6 @@ def _columns(
     if any(row["bytes_per_picture"] is not None for row in rows):
         columns["GB for +1 image"] = lambda row: scaled(row.get("bytes_per_picture"), 1e9, 3)
     return columns
-
-
-def lost(results: Results) -> list[str]:
-    """Say for each group what did not fit into memory, and what failed otherwise."""
-    said = []
-    for group in results["groups"]:
-        where = title(group["key"])
-        if group.get("lost"):
-            said.append(f"Did not fit into memory ({where}): {', '.join(group['lost'])}.")
-        said += [f"Failed ({where}): {name}: {why}" for name, why in group.get("failed", {}).items()]
-    return said
 
 
 def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -165,61 +163,41 @@ def scaled(value: float | None, unit: float, digits: int) -> str:
 
 
 def show(results: Results, console: Console) -> None:
-    """Print results, and at the end what they say."""
+    """Print results, and at the end what is fastest."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text
 
-    rows, wide = results["rows"], console.width >= WIDE
-    for name, own in groups(rows).items():
-        bases = [base for base in results["bases"] if any(base in row["speed"] for row in own)][: None if wide else 1]
-        columns = _columns(own, bases, lambda ratio: "" if ratio is None else f"{ratio['median']:.2f}")
-        if not wide:
-            columns.pop("GB for +1 image", None)
+    for name, rows in groups(results["rows"]).items():
+        bases = [base for base in results["bases"] if any(base in row["speed"] for row in rows)][:1]
+        columns = _columns(rows, bases, lambda ratio: f"{ratio['median']:.2f}" if ratio else "")
+        columns.pop("GB for +1 image", None)  # which stands in the files, as the other bases do
         table = Table(title=name, title_justify="left", box=SIMPLE)
         table.add_column("method", overflow="fold")
         for head in columns:
             table.add_column(textwrap.fill(head, 14), justify="right", no_wrap=True)
-        for row in own:
+        for row in rows:
             several = parts(row, indent="  ")
             for each in (row, *several * (len(several) > 1)):
-                noise = beats_its_floor(each)
-                cells = [cell(each) + "*" * (noise and "floor" in head) for head, cell in columns.items()]
-                style = "yellow" if noise else "" if each is row else "dim"
-                table.add_row(*map(Text, [each["method"], *cells]), style=style)
+                cells = [each["method"], *(cell(each) for cell in columns.values())]
+                table.add_row(*map(Text, cells), style="" if each is row else "dim")
         console.print(table)
-    if any(beats_its_floor(each) for row in rows for each in (row, *row.get("parts", ()))):
-        console.print(Text("* faster than its floor: noise, repeat with more rounds."))
-    if named := legend({row["method"] for row in rows}):
-        console.print(Text(named.replace("`", "")))
-    for line in lost(results):
-        console.print(Text(line))
+    for note in _notes(results):
+        console.print(Text(note.replace("`", "")))
     for line in conclude(results):
         console.print(Text(line, style="bold"))
 
 
 def conclude(results: Results) -> list[str]:
-    named = list(groups(results["rows"]).items())[-MOST_GROUPS:]
-    return [f"{name}: {_conclusion(rows, results['bases'])}" for name, rows in named]
-
-
-def _conclusion(rows: Sequence[Row], bases: Sequence[str]) -> str:
-    base = next((base for base in bases if any(base in row["speed"] for row in rows)), None)
-    ours = [row for row in rows if row["method"] not in bases and not is_reference(row["method"])]
-    if base is None or not ours:
-        return "nothing was timed that could be compared."
-    best = max(ours, key=lambda row: row["speed"][base]["median"])
-    said = f"{best['method']} is fastest, {spread(best['speed'][base])} times as fast as {base}."
-    if best["speed"][base]["median"] <= 1:
-        said = f"no method is faster than {base}; the best is {best['method']}, {spread(best['speed'][base])} times."
-    if beats_its_floor(best):
-        said += " That is faster than its floor, so it is noise: repeat with more rounds."
-    speeds = {}
-    for row in ours:
-        compiled = base + COMPILED * row["method"].endswith(COMPILED)
-        speeds[row["method"]] = row["speed"].get(compiled) or row["speed"][base]
-    if losers := [f"{name} {spread(speed)}" for name, speed in speeds.items() if speed["min"] <= 1]:
-        said += f" Not faster in every round: {', '.join(losers)}."
+    """Say for each group which method is fastest."""
+    said = []
+    for name, rows in groups(results["rows"]).items():
+        base = next((base for base in results["bases"] if any(base in row["speed"] for row in rows)), None)
+        ours = [row for row in rows if row["method"] not in results["bases"] and not is_reference(row["method"])]
+        if base is not None and ours:
+            best = max(ours, key=lambda row: row["speed"][base]["median"])
+            times = f"{spread(best['speed'][base])} times as fast as {base}"
+            said.append(f"{name}: {best['method']} is fastest of the methods, {times}.")
     return said
 
 

@@ -147,7 +147,8 @@ class Variant:
         unet = main_denoiser(target)
         if self.kind == "patch":
             apply_patch(target, self.config, autotune=self.autotune)
-            if self.reuses_steps or self.measures:
+            shares = any(phase.residual_steps > 1 for phase in self.config.all_phases)
+            if self.config.reuse_steps > 1 or shares or self.measures:
                 unet.register_forward_pre_hook(lambda module, _: repeat_step(module), prepend=True)
             if self.measures:
                 unet.register_forward_pre_hook(lambda module, _: forget_residuals(module))
@@ -172,15 +173,6 @@ class Variant:
     def _layers(self, denoiser: nn.Module) -> list[SelfAttention]:
         layers = find_layers(denoiser)
         return select_layers(layers, self.config, levels_of(layers))
-
-    @property
-    def reuses_steps(self) -> bool:
-        corrected = any(phase.residual_steps > 1 for phase in self.config.all_phases) and not self.measures
-        return self.kind == "patch" and (self.config.reuse_steps > 1 or corrected)
-
-    def same_work(self, other: Variant) -> bool:
-        alike = dataclasses.replace(self, config=other.config) == other
-        return alike and same_work(self.config, other.config)
 
     def to_dict(self) -> dict[str, Any]:
         phases = list(dict.fromkeys(self.config.all_phases)) or [EXACT]
@@ -218,7 +210,7 @@ class Lineup:
 
     def place(self, name: str, variant: Variant) -> str:
         """Add a variant, and return the name under which it, or one of the same work, is timed."""
-        known = next((known for known, other in self.variants.items() if other.same_work(variant)), name)
+        known = next((known for known, other in self.variants.items() if _alike(variant, other)), name)
         self.variants.setdefault(known, variant)
         return known
 
@@ -228,6 +220,10 @@ class Lineup:
     def details(self, bases: Iterable[str]) -> dict[str, Any]:
         runs = {row: dataclasses.asdict(run) for row, run in self.runs.items()}
         return {"bases": [base for base in bases if base in runs], "runs": runs}
+
+
+def _alike(one: Variant, other: Variant) -> bool:
+    return dataclasses.replace(one, config=other.config) == other and same_work(one.config, other.config)
 
 
 def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any) -> list[PatchConfig]:
@@ -277,7 +273,7 @@ def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
     """Work out which UNet calls to time, one for each phase, and of how many of which each method's run is made."""
     configs = list(configs)
     check_steps_are_alike(configs)
-    return _line_up(configs, single_phases)
+    return whole(configs, single_phases)
 
 
 def check_steps_are_alike(configs: Iterable[PatchConfig]) -> None:
@@ -287,13 +283,13 @@ def check_steps_are_alike(configs: Iterable[PatchConfig]) -> None:
             raise ElfattError(f"{config.method} is timed over a whole run: elfatt-sd bench pipeline.")
 
 
-def whole(configs: Iterable[PatchConfig]) -> Lineup:
-    """Work out which pipelines to time, one for each method."""
-    return _line_up(configs, None)
+def whole(
+    configs: Iterable[PatchConfig], cut: Callable[[PatchConfig], list[tuple[Variant, int]]] | None = None
+) -> Lineup:
+    """Work out which pipelines to time, one for each method, or the pieces that methods are cut in.
 
-
-def _line_up(configs: Iterable[PatchConfig], cut: Callable[[PatchConfig], list[tuple[Variant, int]]] | None) -> Lineup:
-    """Put untouched first, tomesd before our own token merging, and the floors last; methods in one piece, or cut."""
+    Untouched is first, tomesd before our own token merging, and the floors are last.
+    """
     lineup = Lineup({UNPATCHED: UNTOUCHED}, {})
     lineup.add(UNPATCHED, UNTOUCHED)
     floors: dict[str, Variant] = {}

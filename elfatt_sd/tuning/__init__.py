@@ -25,7 +25,7 @@ from elfatt_sd.drawing.running import check_steps, own_settings, taken, tell_cut
 from elfatt_sd.drawing.studio import check_run, versions
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.families import find_denoisers, main_denoiser
-from elfatt_sd.measure import busy
+from elfatt_sd.measure import Comparison, Turn, busy, ratios
 from elfatt_sd.methods import attentions
 from elfatt_sd.patch import patches_of, remove_patch, restored
 from elfatt_sd.progress import Progress as Tell
@@ -34,8 +34,18 @@ from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.toy.renderer import caption, sample_scenes
 from elfatt_sd.tuning.model import Choice, Model
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
-from elfatt_sd.tuning.proof import Budget, Compare, Judge, Measure, Metric, Point, Proof, check_wanted, measure_named
-from elfatt_sd.tuning.runs import Deviation, Runs, Sample, Settings, Store, fingerprint, short_hash
+from elfatt_sd.tuning.proof import (
+    Budget,
+    Compare,
+    Measure,
+    Metric,
+    Point,
+    Proof,
+    check_wanted,
+    measure_named,
+    peak_of,
+)  # fmt: skip
+from elfatt_sd.tuning.runs import Deviation, Drawn, Runs, Sample, Settings, Store, fingerprint, short_hash
 from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
 SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
@@ -49,6 +59,7 @@ WORTH = 1.03  # times as fast as something else, below which nothing is worth it
 AIMED = 1.02  # times the speed that was asked for, as times differ by some percent
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
 PROOFS = 3  # choices that are run with the held-out prompts
+RETIMED = 2  # held-out images of which the untouched one is drawn again to time a further configuration
 LEAST_SLOPE = 0.3  # dB of held-out images for each that is predicted, of which corrections make use
 NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
@@ -197,8 +208,9 @@ class Search:
     def __init__(self, runs: Runs, samples: Sequence[Sample], budget: Budget, measure: Measure, store: Store) -> None:
         searched = max(1, len(samples) * SEARCHED // (SEARCHED + HELD_OUT))
         self.runs, self.budget, self.measure, self.store = runs, budget, measure, store
-        self.samples = samples[:searched]
-        self.judge = Judge(runs, samples[searched:], budget, measure)
+        self.samples, self.held_out = samples[:searched], samples[searched:]
+        self.held_out_untouched: list[Drawn] = []
+        self.proofs: list[Proof] = []
         self.points: list[Point] = []  # what was run, in order
         self.curve: list[Choice] = []  # the best choices by what is known so far
         self.realised = 1.0  # fraction of the predicted seconds that is really saved
@@ -249,7 +261,8 @@ class Search:
         """Draw an image with one stretch after the other approximated alone, and see what each does to it."""
         self.runs.stage(f"measuring {what}", sum(1 - stretch.first / self.calls for stretch in self.stretches))
         for number, phases in enumerate(parts):
-            config = self.model.alone(number, phases)
+            alone = [phases if each == number else {} for each in range(len(self.stretches))]
+            config = self.model.config(alone, "probe")
             if config.active:
                 name = f"alone-{short_hash(config.to_dict(), 12)}-{image}"
                 step, sample = self.stretches[number].first, self.samples[image]
@@ -274,7 +287,7 @@ class Search:
         return self.points[-1]
 
     def _try(self, choice: Choice) -> Point:
-        point = self.run_config("tuned", self.model.config(choice), choice.psnr, self.samples)
+        point = self.run_config("tuned", self.model.config(self.model.parts(choice)), choice.psnr, self.samples)
         self._learn_speed(point, choice)
         return point
 
@@ -339,7 +352,7 @@ class Search:
     def _corrected(self, choice: Choice, proof: Proof) -> Choice | None:
         """Return the choice to prove after another one; None where nothing is to be gained."""
         self._learn_speed(proof.point, choice)
-        asked, holds = self.budget.closeness, self.judge.holds(proof)
+        asked, holds = self.budget.closeness, self._holds(proof)
         if asked is None:
             following = self.choose()
             return None if holds or following is choice else following
@@ -355,7 +368,7 @@ class Search:
 
     def _slope(self) -> float:
         """Return the dB of held-out images for each that is predicted, by the last two proofs."""
-        known = [(proof.point.predicted, proof.point.mean) for proof in self.judge.proofs]
+        known = [(proof.point.predicted, proof.point.mean) for proof in self.proofs]
         proved = [(predicted, mean) for predicted, mean in known if predicted is not None and math.isfinite(mean)]
         if len(proved) < 2 or proved[-1][0] == proved[-2][0]:
             return 1.0
@@ -382,7 +395,7 @@ class Search:
 
     def _rivals(self) -> list[Point]:
         """Return what is there to compare with, as far as it keeps to the budget."""
-        return [point for point in self.points if point.predicted is None and self.judge.keeps(point)]
+        return [point for point in self.points if point.predicted is None and self.budget.keeps(point, self.measure)]
 
     def prove(self, choice: Choice) -> Proof | None:
         """Have a choice proved, and correct it until it holds; None where nothing that holds is worth its while."""
@@ -395,31 +408,64 @@ class Search:
             by_speed = self.budget.closeness is not None  # otherwise the choice comes first
             if rival and (not following or (by_speed and rival.times >= self._times(following))):
                 config = fitted(rival.config, find_denoisers(self.runs.pipe))
-                proof = self.judge.prove(rival.name, config, None)
+                proof = self.prove_config(rival.name, config, None)
             elif following is not None and (best is None or self._times(following) > best.point.times):
-                proof = self.judge.prove("tuned", self.model.config(following), following.psnr)
+                config = self.model.config(self.model.parts(following))
+                proof = self.prove_config("tuned", config, following.psnr)
             else:
                 break
-            self.points.append(proof.point)
             if following is not None and proof.point.predicted is not None:
                 following = self._corrected(following, proof)
-            if self.judge.holds(proof) and (best is None or self.judge.betters(proof.point, best.point)):
+            if self._holds(proof) and (best is None or self._betters(proof.point, best.point)):
                 best = proof
         if best is not None and best.point.times >= WORTH:
             return best
-        if self.budget.speed is not None and self.judge.proofs:
-            near = max(self.judge.proofs, key=lambda each: each.point.times).point
+        if self.budget.speed is not None and self.proofs:
+            near = max(self.proofs, key=lambda each: each.point.times).point
             raise ElfattFailure(
                 f"{self.budget.words(self.measure)}: not reached on held-out images; the nearest choice is "
                 f"{near.times:.2f} times as fast, at {self.measure.words(near.mean)}. Ask for less of either."
             )
         return None
 
+    def prove_config(self, name: str, config: PatchConfig, predicted: float | None) -> Proof:
+        """Draw the held-out images; the untouched ones in turn with the others, all of them the first time."""
+        samples, configs = self.held_out, {"untouched": None, "tuned": config}
+        timed = min(RETIMED if self.held_out_untouched else len(samples), len(samples))
+        drawn: dict[str, list[Drawn]] = {each: [] for each in configs}
+        self.runs.stage(f"proving {name}", len(samples) + timed)
+
+        def take(turn: Turn) -> float:
+            drawn[turn.name].append(self.runs.draw(samples[turn.number], configs[turn.name]))
+            return drawn[turn.name][-1].seconds
+
+        compared = Comparison([*configs], take, timed)
+        compared.run()
+        self.held_out_untouched = untouched = drawn["untouched"] + self.held_out_untouched[timed:]
+        tuned = drawn["tuned"] + [self.runs.draw(sample, config) for sample in samples[timed:]]
+        close = tuple(map(self.measure.between, untouched, tuned))
+        speed = ratios(compared.times["untouched"], compared.times["tuned"])
+        self.points.append(Point(name, config, predicted, close, speed, compared.busy()))
+        order = sorted(range(len(close)), key=close.__getitem__, reverse=not self.measure.higher)
+        self.proofs.append(Proof(self.points[-1], samples, untouched, tuned, order))
+        return self.proofs[-1]
+
+    def _holds(self, proof: Proof) -> bool:
+        """Tell whether a proof keeps to the budget."""
+        most = math.inf if self.budget.memory is None else self.budget.memory * 2**30
+        return self.budget.keeps(proof.point, self.measure) and peak_of(proof.tuned) <= most
+
+    def _betters(self, point: Point, other: Point) -> bool:
+        """Tell which of two is better: the faster one or, where speed alone is asked for, the closer one."""
+        if self.budget.closeness is not None:
+            return point.times > other.times
+        return self.measure.keeps(point.mean, other.mean)
+
     def _rival(self, best: Proof | None) -> Point | None:
         """Return the best configuration that is there to compare with, where it betters what is proved."""
-        proved = {proof.point.name for proof in self.judge.proofs}
+        proved = {proof.point.name for proof in self.proofs}
         found = rival = None if best is None else best.point
         for each in self._rivals():
-            if each.name not in proved and each.times >= WORTH and (rival is None or self.judge.betters(each, rival)):
+            if each.name not in proved and each.times >= WORTH and (rival is None or self._betters(each, rival)):
                 rival = each
         return None if rival is found else rival

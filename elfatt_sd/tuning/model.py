@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from elfatt_sd.config import LayerPhases, PatchConfig
-from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.phases import Phase
 from elfatt_sd.tuning.probe import EXACTLY, Candidate, LayerFigures, Stretch, candidates, slow_layers
 from elfatt_sd.tuning.runs import Deviation
 
@@ -238,14 +238,13 @@ class Model:
         rounded = mse + added / (1 + 6 * added)
         return Choice(picked, saved, mse, math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded))
 
-    def config(self, choice: Choice) -> PatchConfig:
-        """Return the configuration of a choice, in which equal stretches are one phase."""
-        own = []
-        steps = self._stretches[-1].last + 1
+    def config(self, parts: Sequence[Mapping[str, Candidate]], name: str = "tuned") -> PatchConfig:
+        """Return the configuration of what layers do, by stretch; equal stretches are one phase, the others exact."""
+        own, steps = [], self._stretches[-1].last + 1
         for layer in self._figures:
             phases: list[Phase] = []
-            for number, stretch in enumerate(self._stretches):
-                phase = choice.options[layer, number].candidate.phase
+            for stretch, part in zip(self._stretches, parts, strict=True):
+                phase = part.get(layer, EXACTLY).phase
                 if phases and _until(phases[-1], 1.0) == _until(phase, 1.0):
                     phases.pop()
                 phases.append(_until(phase, (stretch.last + 1) / steps))
@@ -253,7 +252,7 @@ class Model:
                 phases.pop()
             if phases:
                 own.append(LayerPhases(layer, tuple(phases)))
-        return PatchConfig("tuned", per_layer=tuple(own))
+        return PatchConfig(name, per_layer=tuple(own))
 
     def parts(self, choice: Choice) -> list[dict[str, Candidate]]:
         found: list[dict[str, Candidate]] = [{} for _ in self._stretches]
@@ -261,16 +260,6 @@ class Model:
             if option.candidate is not EXACTLY:
                 found[number][layer] = option.candidate
         return found
-
-    def alone(self, stretch: int, phases: Mapping[str, Candidate]) -> PatchConfig:
-        """Return the configuration in which one stretch alone is approximated."""
-        steps = self._stretches[-1].last + 1
-        first, end = self._stretches[stretch].first / steps, (self._stretches[stretch].last + 1) / steps
-        own = []
-        for layer, candidate in phases.items():
-            before = (_until(EXACT, first),) if first else ()
-            own.append(LayerPhases(layer, (*before, _until(candidate.phase, end))))
-        return PatchConfig("probe", per_layer=tuple(own))
 
 
 def _until(phase: Phase, end: float) -> Phase:

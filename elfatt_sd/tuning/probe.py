@@ -109,22 +109,18 @@ class Rows(NamedTuple):
         return Rows(self.joined[::every].clone(), None if self.given is None else self.given[::every].clone())
 
 
-class Guidance(NamedTuple):
-    """How a denoiser is guided."""
+def rows_of(output: Any, scale: float | None = None, copies: int = 1) -> Rows:
+    """Return what was given under guidance: an error of both rows counts once, that of one by its factor squared.
 
-    scale: float | None = None  # of guidance
-    # of the same latents among the rows of a call: 2 where those without the prompt come first, and those with it last.
-    # Other numbers, or no scale, leave all rows as they are.
-    copies: int = 1
-
-    def rows(self, output: Any) -> Rows:
-        """Return what was given; an error that both rows have counts once, that of one by the square of its factor."""
-        parts = [each.detach().float() for each in _tensors(output)]
-        if self.copies != 2 or self.scale is None:
-            return Rows(torch.cat([part.flatten() for part in parts]), None)
-        halves = [part.chunk(2) for part in parts]
-        without, given = (torch.cat([half[number].flatten() for half in halves]) for number in (0, 1))
-        return Rows(torch.lerp(without, given, self.scale), given)
+    Of 2 copies of the same latents, those without the prompt come first, and those with it last. Other numbers, or no
+    scale, leave all rows as they are.
+    """
+    parts = [each.detach().float() for each in _tensors(output)]
+    if copies != 2 or scale is None:
+        return Rows(torch.cat([part.flatten() for part in parts]), None)
+    halves = [part.chunk(2) for part in parts]
+    without, given = (torch.cat([half[number].flatten() for half in halves]) for number in (0, 1))
+    return Rows(torch.lerp(without, given, scale), given)
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -149,12 +145,9 @@ class LayerFigures:
     copies: int = 1  # of the same latents among the rows of its input, where guidance makes one of them; 1 otherwise
     # of each approximation, time by time of exact attention
     ratios: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    # by stretch and approximation, the squared relative errors
-    plain: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    # by stretch, approximation and number of steps since the difference was measured, likewise
-    shared: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
-    # likewise, where it was measured in the rows with the prompt alone
-    guided: dict[tuple[int, int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    # by stretch, approximation, steps since the difference was measured (0 shares none), and whether it was measured in
+    # the rows with the prompt alone: the squared relative errors
+    errors: dict[tuple[int, int, int, bool], list[float]] = field(default_factory=lambda: defaultdict(list))
     # by stretch, the squared relative change of the denoiser's output by squared relative error of the layer's
     effects: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -170,7 +163,7 @@ class LayerFigures:
         for layer, own in data.items():
             plain = {name: own[name] for name in ("seconds", "calls", "copies")}
             figures = cls([*map(Phase.from_dict, own["bases"])], {*own["lost"]}, {*own["fresh"]}, **plain)
-            for name in ("ratios", "plain", "shared", "guided", "effects"):
+            for name in ("ratios", "errors", "effects"):
                 pairs = ((tuple(key) if isinstance(key, list) else key, values) for key, values in own[name])
                 getattr(figures, name).update(pairs)
             found[layer] = figures
@@ -181,10 +174,9 @@ class LayerFigures:
         if base in self.lost:
             return math.inf
         if not since and not guided:
-            return statistics.fmean(self.plain.get((stretch, base)) or [math.inf])
-        table = self.guided if guided else self.shared
-        known = [each for each in SINCE if (stretch, base, each) in table]
-        errors = [statistics.fmean(table[stretch, base, each]) for each in known]
+            return statistics.fmean(self.errors.get((stretch, base, 0, False)) or [math.inf])
+        known = [each for each in SINCE if (each or guided) and (stretch, base, each, guided) in self.errors]
+        errors = [statistics.fmean(self.errors[stretch, base, each, guided]) for each in known]
         return float(np.interp(since, known, errors)) if known else math.inf
 
     def dense(self, phase: Phase) -> int | None:
@@ -248,10 +240,9 @@ class Probe:
         self._kept.clear()
 
     def _place(self, step: int) -> tuple[int, int] | None:
-        for number, stretch in enumerate(self._stretches):
-            if stretch.first <= step <= stretch.last and step - stretch.first in SINCE:
-                return number, step - stretch.first
-        return None
+        """Return the stretch of a step that is measured, and the steps since its first one."""
+        places = ((number, step - stretch.first) for number, stretch in enumerate(self._stretches))
+        return next((place for place in places if place[1] in self._stretches[place[0]].probed), None)
 
     def _after_layer(self, state: LayerCall, again: Callable[[], Any], output: Any) -> None:
         place = self._place(state.call.step)
@@ -259,15 +250,15 @@ class Probe:
             return
         name, turn = state.layer.name, (state.call.place, state.calls)
         self._latest.pop(name, None)
-        guidance = Guidance(self._scale, copies_of(state.call.given.sample))
-        exact = guidance.rows(output)
+        copies = copies_of(state.call.given.sample)
+        exact = rows_of(output, self._scale, copies)
         size = exact.size or 1.0
         if name not in self.figures:
             dtype = self._faster_dtype(state, again, image_of(output, state))
             self.figures[name] = LayerFigures(bases(state.grid.tokens, self._denoisers, dtype))
         figures = self.figures[name]
         figures.calls += 1
-        figures.copies = 1 if exact.given is None else guidance.copies
+        figures.copies = 1 if exact.given is None else copies
         if place[1] == 0 or not figures.seconds:
             figures.seconds.append(timed(again, exact.joined.device))
         self._share(figures, (name, turn, REUSED), place, Rows(exact.joined, None), size)
@@ -280,15 +271,15 @@ class Probe:
                     made = self._run.approximate(state, again, phase, self._stretches[place[0]].first, ahead=draws)
                 figures.ratios[number].append(watch.seconds / figures.seconds[-1])
                 figures.fresh.update({number} if draws.fresh or phase.dense else ())
-                error = exact - guidance.rows(made)
+                error = exact - rows_of(made, self._scale, copies)
                 squared = error.size / size
                 if not math.isfinite(squared):
                     figures.lost.add(number)
                     continue
-                figures.plain[place[0], number].append(squared)
+                figures.errors[place[0], number, 0, False].append(squared)
                 self._share(figures, (name, turn, number), place, error, size)
         if (middle := figures.middle(place[0])) is not None:
-            self._latest[name] = middle, figures.plain[place[0], middle][-1]
+            self._latest[name] = middle, figures.errors[place[0], middle, 0, False][-1]
 
     def _faster_dtype(self, state: LayerCall, again: Callable[[], Any], output: Tensor) -> Narrower | None:
         if output.dtype != torch.float32:
@@ -316,10 +307,10 @@ class Probe:
             return
         if since:
             left = float((part.joined - known.joined).square().mean()) * values / size
-            figures.shared[stretch, key[2], since].append(left)
+            figures.errors[stretch, key[2], since, False].append(left)
         if known.given is not None:
             left = float((part.joined - known.given).square().mean()) * values / size
-            figures.guided[stretch, key[2], since].append(left)
+            figures.errors[stretch, key[2], since, True].append(left)
 
     def _after_call(self, call: Call, again: Callable[[], Any], output: Any) -> None:
         """Measure what an error of each layer does to the denoiser's output."""
@@ -328,8 +319,8 @@ class Probe:
         measured = np.linspace(0, stretches - 1, min(stretches, self._effects // max(1, len(slow))))
         if place is None or place[1] or place[0] not in map(round, measured):
             return
-        guidance = Guidance(self._scale, copies_of(call.given.sample))
-        exact = guidance.rows(output)
+        copies = copies_of(call.given.sample)
+        exact = rows_of(output, self._scale, copies)
         for state in call.states.values():
             if state.layer.name not in self._latest or state.layer.name not in slow:
                 continue
@@ -338,7 +329,7 @@ class Probe:
             call.restart()
             with _loses(figures, number):
                 state.begin(figures.bases[number], self._stretches[place[0]].first, exact.joined.device)
-                effect = (exact - guidance.rows(again())).size / (exact.size or 1.0)
+                effect = (exact - rows_of(again(), self._scale, copies)).size / (exact.size or 1.0)
                 if error > 0 and math.isfinite(effect):
                     figures.effects[place[0]].append(effect / error)
             state.begin(EXACT, call.step, exact.joined.device)

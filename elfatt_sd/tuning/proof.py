@@ -1,21 +1,21 @@
-"""What tuning is asked for, and the proof of it: held-out images, drawn in turn with untouched ones, and judged."""
+"""What tuning is asked for, how closeness is measured, and what was run and proved."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
+import torch
 
 from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.measure import Comparison, Turn, ratios
-from elfatt_sd.tuning.runs import Drawn, Runs, Sample
+from elfatt_sd.tuning.runs import Drawn, Sample
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -24,7 +24,6 @@ Metric = Literal["psnr", "ssim", "lpips", "dists"]
 Compare = Callable[["Image.Image", "Image.Image"], float]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 _RANGES = {"psnr": (0.0, 100.0), "ssim": (-1.0, 1.0)}  # distances have no greatest value
-RETIMED = 2  # held-out images of which the untouched one is drawn again to time a further configuration
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,11 @@ class Budget:
             checks.real("speed", self.speed, 1.0, 100.0)
         if self.memory is not None:
             checks.real("memory", self.memory, 0.0, 10**6)
+
+    def keeps(self, point: Point, measure: Measure) -> bool:
+        """Tell whether a configuration keeps to it, but for memory."""
+        close = self.closeness is None or measure.keeps(point.mean, self.closeness)
+        return close and (self.speed is None or point.times >= self.speed)
 
     def words(self, measure: Measure) -> str:
         """Return it for people."""
@@ -120,12 +124,15 @@ def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "
         from elfatt_sd.drawing.pictures import psnr
 
         return Measure("PSNR", psnr, unit="dB", digits=1)
+
+    def tensor(image: Image.Image) -> Any:
+        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None]
+
     if metric == "ssim":
         from elfatt_sd.evaluation.score import structural_similarity
 
         def ssim(first: Image.Image, second: Image.Image) -> float:
-            one, other = (_tensor(image).double() for image in (first, second))
-            return float(structural_similarity(one, other, 255.0))
+            return float(structural_similarity(tensor(first).double(), tensor(second).double(), 255.0))
 
         return Measure("SSIM", ssim, best=1.0, digits=3)
     if weights is None:
@@ -135,15 +142,9 @@ def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "
     network = load_closeness(metric, Path(weights), device)
 
     def distance(first: Image.Image, second: Image.Image) -> float:
-        return float(network.measure(Batch(_tensor(second)[None], ("",), _tensor(first)[None])))
+        return float(network.measure(Batch(tensor(second)[None], ("",), tensor(first)[None])))
 
     return Measure(network.name, distance, higher=False, best=0.0, digits=3)
-
-
-def _tensor(image: Image.Image) -> Any:
-    import torch
-
-    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None]
 
 
 @dataclass(frozen=True)
@@ -189,54 +190,3 @@ class Proof:
 def peak_of(drawn: Sequence[Drawn]) -> int:
     """Return the highest memory use in bytes; 0 where it was not measured."""
     return max((each.peak or 0 for each in drawn), default=0)
-
-
-@dataclass
-class Judge:
-    """Draws the held-out images with configurations, and judges these."""
-
-    runs: Runs
-    samples: Sequence[Sample]  # the held-out images
-    budget: Budget
-    measure: Measure
-    proofs: list[Proof] = field(default_factory=list)
-    _untouched: list[Drawn] = field(default_factory=list)
-
-    def prove(self, name: str, config: PatchConfig, predicted: float | None) -> Proof:
-        """Draw the held-out images; the untouched ones in turn with the others, all of them the first time."""
-        samples, configs = self.samples, {"untouched": None, "tuned": config}
-        timed = min(RETIMED if self._untouched else len(samples), len(samples))
-        drawn: dict[str, list[Drawn]] = {each: [] for each in configs}
-        self.runs.stage(f"proving {name}", len(samples) + timed)
-
-        def take(turn: Turn) -> float:
-            drawn[turn.name].append(self.runs.draw(samples[turn.number], configs[turn.name]))
-            return drawn[turn.name][-1].seconds
-
-        compared = Comparison([*configs], take, timed)
-        compared.run()
-        self._untouched = untouched = drawn["untouched"] + self._untouched[timed:]
-        tuned = drawn["tuned"] + [self.runs.draw(sample, config) for sample in samples[timed:]]
-        close = tuple(map(self.measure.between, untouched, tuned))
-        speed = ratios(compared.times["untouched"], compared.times["tuned"])
-        point = Point(name, config, predicted, close, speed, compared.busy())
-        order = sorted(range(len(close)), key=close.__getitem__, reverse=not self.measure.higher)
-        self.proofs.append(Proof(point, samples, untouched, tuned, order))
-        return self.proofs[-1]
-
-    def keeps(self, point: Point) -> bool:
-        """Tell whether a configuration keeps to the budget, but for memory."""
-        asked, speed = self.budget.closeness, self.budget.speed
-        close = asked is None or self.measure.keeps(point.mean, asked)
-        return close and (speed is None or point.times >= speed)
-
-    def holds(self, proof: Proof) -> bool:
-        """Tell whether a proof keeps to the budget."""
-        memory = self.budget.memory
-        return self.keeps(proof.point) and (memory is None or peak_of(proof.tuned) <= memory * 2**30)
-
-    def betters(self, point: Point, other: Point) -> bool:
-        """Tell which of two is better: the faster one or, where speed alone is asked for, the closer one."""
-        if self.budget.closeness is not None:
-            return point.times > other.times
-        return self.measure.keeps(point.mean, other.mean)

@@ -6,7 +6,6 @@ import base64
 import contextlib
 import hashlib
 import io
-import itertools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -110,50 +109,12 @@ class Settings:
         return {**given, **clips, **exact_size(pipe, self.height, self.width), **self.inputs}
 
 
-class Playback:
-    """The denoiser's outputs in one run, kept on the host, and the image that they led to."""
+class _Recorded(NamedTuple):
+    """What a run of the untouched pipeline gave."""
 
-    def __init__(self, pipe: Any) -> None:
-        self._pipe = pipe
-        self._modules = list(step_denoisers(pipe).values())
-        self._outputs: list[Any] = []
-        self.ends: list[int] = []  # after each step, the number of calls so far
-        self.possible = not any(module._compiled_call_impl for module in self._modules)
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keep the outputs of the run within the `with` block; of what was compiled in place that is not possible."""
-
-        def keep(compute: Callable[[], Any]) -> Any:
-            self._outputs.append(_copied(output := compute(), _CPU))
-            return output
-
-        with self._around(keep) if self.possible else contextlib.nullcontext():
-            yield
-
-    @contextlib.contextmanager
-    def playing(self, steps: int) -> Iterator[None]:
-        """Give the kept outputs in the first steps of the run within the `with` block, and compute the others."""
-        calls, known = itertools.count(), self.ends[steps - 1] if steps else 0
-        device = self._pipe._execution_device
-
-        def play(compute: Callable[[], Any]) -> Any:
-            number = next(calls)
-            return _copied(self._outputs[number], device) if number < known else compute()
-
-        eager = torch.compiler.set_stance("force_eager")  # compiling would take longer than it saves
-        with eager, self._around(play):
-            yield
-
-    def end_step(self) -> None:
-        self.ends.append(len(self._outputs))
-
-    @contextlib.contextmanager
-    def _around(self, around: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-        with contextlib.ExitStack() as undo:
-            for module in self._modules:
-                undo.callback(around_forward(module, around))
-            yield
+    outputs: list[Any]  # of the denoiser, on the host; none where it was compiled in place
+    ends: list[int]  # after each step, the number of outputs so far
+    pixels: Pixels
 
 
 def _copied(output: Any, device: torch.device) -> Any:
@@ -166,19 +127,6 @@ class Store:
     def __init__(self, key: Mapping[str, Any]) -> None:
         self.folder = cache_folder() / "tune" / short_hash(key)
         self._warned = False
-        with self._writing():
-            write_json(self.folder / "key.json", dict(key))
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Go on where a file cannot be written."""
-        try:
-            yield
-        except OSError as error:
-            if not self._warned:
-                text = f"{error.filename}: {error.strerror}; what tuning measures is not kept for the next run"
-                warnings.warn(f"elfatt-sd: {text}. ELFATT_SD_CACHE names another folder.", stacklevel=4)
-            self._warned = True
 
     def known(self, name: str, make: Callable[[], Any], read: Callable[[Any], Read]) -> Read:
         """Return what is kept under a name; it is made and kept if it is not there, or is damaged."""
@@ -186,8 +134,13 @@ class Store:
         with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
             return read(json.loads(path.read_text(encoding="utf-8")))
         made = make()
-        with self._writing():
+        try:
             write_json(path, made)
+        except OSError as error:
+            if not self._warned:
+                text = f"{error.filename}: {error.strerror}; what tuning measures is not kept for the next run"
+                warnings.warn(f"elfatt-sd: {text}. ELFATT_SD_CACHE names another folder.", stacklevel=4)
+            self._warned = True
         return read(made)
 
     def drawn(self, sample: Sample, make: Callable[[], Drawn]) -> Drawn:
@@ -222,7 +175,7 @@ class Runs:
         self._progress = progress
         self._steps_done = 0  # of all runs
         self._stage = ("", 0, 0.0)  # its name, the steps that were done before it, and the images that it draws
-        self._recorded: dict[Sample, tuple[Playback, Pixels]] = {}
+        self._recorded: dict[Sample, _Recorded] = {}
 
     def stage(self, name: str, images: float) -> None:
         """Begin a stage that draws so many images, of which the progress is told."""
@@ -234,10 +187,17 @@ class Runs:
 
     def draw_recorded(self, sample: Sample) -> Drawn:
         """Draw one image untouched, and keep what the denoiser gives for `draw_from`."""
-        playback = Playback(self.pipe)
-        with playback.recording():
-            shot = self._shot(sample, None, playback.end_step)
-        self._recorded[sample] = playback, shot.pixels
+        outputs: list[Any] = []
+        ends: list[int] = []
+
+        def keep(compute: Callable[[], Any]) -> Any:
+            outputs.append(_copied(output := compute(), _CPU))
+            return output
+
+        compiled = any(module._compiled_call_impl for module in step_denoisers(self.pipe).values())
+        with contextlib.nullcontext() if compiled else self._around(keep):
+            shot = self._shot(sample, None, lambda: ends.append(len(outputs)))
+        self._recorded[sample] = _Recorded(outputs, ends, shot.pixels)
         return Drawn(shot.frames, shot.seconds, shot.peak)
 
     def draw_from(self, step: int, sample: Sample, config: PatchConfig | None) -> Shot:
@@ -247,28 +207,43 @@ class Runs:
         """
         if sample not in self._recorded:
             self.draw_recorded(sample)
-        playback, _ = self._recorded[sample]
-        if not playback.possible:
+        outputs, ends, _ = self._recorded[sample]
+        if not outputs:
             return self._shot(sample, config)
         self._steps_done -= step
-        with playback.playing(step):
+        known, device = iter(outputs[: ends[step - 1] if step else 0]), self.pipe._execution_device
+
+        def play(compute: Callable[[], Any]) -> Any:
+            output = next(known, None)
+            return compute() if output is None else _copied(output, device)
+
+        eager = torch.compiler.set_stance("force_eager")  # compiling would take longer than it saves
+        with eager, self._around(play):
             return self._shot(sample, config)
+
+    @contextlib.contextmanager
+    def _around(self, around: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+        """Call a function in place of the denoiser, with what computes its output."""
+        with contextlib.ExitStack() as undo:
+            for module in step_denoisers(self.pipe).values():
+                undo.callback(around_forward(module, around))
+            yield
 
     def deviation(self, step: int, sample: Sample, config: PatchConfig) -> Deviation:
         """Return how far an image goes that is drawn with a patch which is exact before a step."""
         pixels = self.draw_from(step, sample, config).pixels
-        untouched = self._recorded[sample][1].astype(np.float64)
+        untouched = self._recorded[sample].pixels.astype(np.float64)
         errors = untouched - pixels, untouched.round() - pixels.round()
         return Deviation(*(float(np.mean(each**2)) for each in errors))
 
     def pace(self) -> float:
         """Return the seconds of an untouched image's last step, which tell how fast the machine is at the moment.
 
-        The image is the first that was recorded; where none was, the machine counts as equally fast at all times.
+        The image is the first that was recorded; where none could be, the machine counts as equally fast at all times.
         """
-        for sample, (playback, _) in self._recorded.items():
-            if playback.possible:
-                return self.draw_from(len(playback.ends) - 1, sample, None).seconds
+        for sample, recorded in self._recorded.items():
+            if recorded.outputs:
+                return self.draw_from(len(recorded.ends) - 1, sample, None).seconds
         return 1.0
 
     def _shot(self, sample: Sample, config: PatchConfig | None, end_step: Callable[[], None] = lambda: None) -> Shot:

@@ -62,14 +62,11 @@ class Tuned:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON; values that are not finite are null."""
-        proof = None
-        if self.proof is not None:
-            half = self.proof.interval()
-            proof = {
-                **_point(self.proof.point),
-                "interval": _finite(half),
-                "samples": [sample._asdict() for sample in self.proof.samples],
-            }
+        proof = self.proof and {
+            **_point(self.proof.point),
+            "interval": _finite(self.proof.interval()),
+            "samples": [sample._asdict() for sample in self.proof.samples],
+        }
         return {
             "config": self.config.to_dict(),
             "asked": dataclasses.asdict(self.budget),
@@ -95,6 +92,12 @@ class Tuned:
             lines = [f"untouched: {why}", asked]
         else:
             point, half, worst = proof.point, proof.interval(), proof.order[0]
+            phases = [phase for phase in self.config.all_phases if not phase.exact]
+            kinds = sorted({phase.attention.name for phase in phases if not phase.dense})
+            kinds += sorted({f"attention in {phase.attention_dtype}" for phase in phases if phase.attention_dtype})
+            layers = f"{len(self.config.per_layer)} have settings of their own"
+            if not self.config.per_layer:
+                layers = f"all have the settings of {self.config.method}"
             mean = words(point.mean)
             if math.isfinite(half):
                 mean += f" +- {half:.{self.measure.digits}f} (mean and 95 % interval)"
@@ -106,7 +109,7 @@ class Tuned:
                 f"held-out images: {len(proof.samples)}, worst {words(point.closeness[worst])} "
                 f"({sample.prompt!r}, seed {sample.seed})",
                 memory if before and after else "memory: not measured",
-                f"layers: {self._layers()}",
+                f"layers: {layers} ({', '.join(kinds)})",
             ]
         if self.points:
             lines.append(f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}")
@@ -120,15 +123,6 @@ class Tuned:
             lines.append(f"the model does not repeat itself: {again}")
         cost = f"tuning took the time of {self.images:.0f} untouched images of {self.untouched_seconds:.2f} s"
         return [*lines, cost]
-
-    def _layers(self) -> str:
-        """Say how many layers have which kinds of phases; the settings of a preset are the same in all."""
-        phases = [phase for phase in self.config.all_phases if not phase.exact]
-        kinds = sorted({phase.attention.name for phase in phases if not phase.dense})
-        kinds += sorted({f"attention in {phase.attention_dtype}" for phase in phases if phase.attention_dtype})
-        if not self.config.per_layer:
-            return f"all have the settings of {self.config.method} ({', '.join(kinds)})"
-        return f"{len(self.config.per_layer)} have settings of their own ({', '.join(kinds)})"
 
 
 def _point(point: Point) -> dict[str, Any]:
@@ -178,7 +172,7 @@ def curve(tuned: Tuned) -> Figure:
 
 
 def choices(tuned: Tuned) -> Figure:
-    """Draw a map: layers by stretches of the run, what each does there, and how much of exact attention it costs."""
+    """Draw a map: layers by stretches of the run, and what each does there."""
     from matplotlib.figure import Figure
 
     config = tuned.config
@@ -190,13 +184,8 @@ def choices(tuned: Tuned) -> Figure:
         own = config.for_layer(layer)
         for column, end in enumerate(ends):
             phase = own.phase_until(end)
-            keys, boldness = _keys(phase), 0.5
-            if phase.attention.empty or phase.dense:
-                boldness = float(phase.attention.empty)
-            elif keys:
-                boldness = max(0.0, min(1.0, 1 - math.log2(max(keys, 32) / 32) / 6))
-            strength = 0.0 if phase.exact else 0.25 + 0.75 * boldness
-            axes.barh(row, 1, 0.92, column, color=_MAP, alpha=strength * 0.6, edgecolor="white", linewidth=1)
+            strength = 0.0 if phase.exact else 0.3 if phase.dense else 0.6
+            axes.barh(row, 1, 0.92, column, color=_MAP, alpha=strength, edgecolor="white", linewidth=1)
             axes.text(column + 0.5, row, _short(phase), ha="center", va="center", fontsize=7)
     names = [
         layer.replace(".transformer_blocks.", ".").replace(".attentions.", ".").removesuffix(".attn1")
@@ -211,14 +200,11 @@ def choices(tuned: Tuned) -> Figure:
     return figure
 
 
-def _keys(phase: Phase) -> int:
-    return max(int(getattr(phase.attention, name, 0)) for name in ("keys", "block_size"))
-
-
 def _short(phase: Phase) -> str:
     if phase.dense:
         return phase.attention_dtype or "exact"
-    text = f"{phase.attention.name.replace('_', ' ')} {_keys(phase) or ''}".strip()
+    keys = max(int(getattr(phase.attention, name, 0)) for name in ("keys", "block_size"))
+    text = f"{phase.attention.name.replace('_', ' ')} {keys or ''}".strip()
     if phase.merge.ratio:
         text = f"merge {phase.merge.ratio:.0%}"
     rows = "\nwith guidance" * phase.residual_guidance
@@ -228,9 +214,8 @@ def _short(phase: Phase) -> str:
 def _stretches(own: LayerPhases) -> str:
     """Say what a layer does, stretch by stretch."""
     starts = [0.0, *(phase.until for phase in own.phases)]
-    parts = [
-        f"{start:.0%} to {phase.until:.0%}: {_short(phase)}" for start, phase in zip(starts, own.phases, strict=False)
-    ]
+    pairs = zip(starts, own.phases, strict=False)
+    parts = [f"{start:.0%} to {phase.until:.0%}: {_short(phase)}" for start, phase in pairs]
     return "; ".join(parts).replace("\n", ", ")
 
 

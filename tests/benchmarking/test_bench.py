@@ -1,7 +1,10 @@
-"""What is timed is what it is called: layers, calls of a denoiser, pipelines, their variants; no time is asserted."""
+"""What is timed is what it is called; rows, tables and conclusions follow from rounds. No time is asserted."""
 
 from __future__ import annotations
 
+import functools
+import io
+import json
 import math
 import os
 from pathlib import Path
@@ -12,17 +15,19 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.attention_processor import Attention
-from support import checks, tiny_transformers
+from rich.console import Console
+from support import checks, commands, tiny_transformers
 from support.checks import QUICK, Work, check_saved
 from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
 
+from benchmarks.shown import profile_cells
 from elfatt_sd import benchmarking
 from elfatt_sd.attention import merging
 from elfatt_sd.attention.ordering import BLOCK_ORDERS
 from elfatt_sd.benchmarking import Model, _peak, layer, layer_phases, make_pipeline, pipeline, twin, unet, unet_call
-from elfatt_sd.benchmarking.record import make_rows
-from elfatt_sd.benchmarking.report import markdown, plot
+from elfatt_sd.benchmarking.record import Record, Session, make_rows, own_part
+from elfatt_sd.benchmarking.report import conclude, markdown, show
 from elfatt_sd.benchmarking.variants import (
     AUTOTUNED,
     COMPILED,
@@ -31,6 +36,7 @@ from elfatt_sd.benchmarking.variants import (
     Variant,
     by_phase,
     fitted_methods,
+    is_reference,
     patched_layers,
     resolve_methods,
     same_work,
@@ -49,6 +55,8 @@ from elfatt_sd.runtime.call import LayerCall
 from elfatt_sd.runtime.joint_processor import JointProcessor
 from elfatt_sd.runtime.processor import ElfattProcessor
 
+KEY = {"size": 64, "batch": 2}
+PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "results"
 COMPUTING = {name for name, kind in attentions().items() if not kind.empty}
 NAMES = ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
 
@@ -64,30 +72,23 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("narrow")
-def test_an_attention_is_timed_under_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention is timed under its name; what an order costs is that of a step, with what it draws."""
     called: list[str] = []
-    attend = lambda attention, *given: (called.append(attention.name), calling.attend(attention, *given))[1]  # noqa: E731
-    monkeypatch.setattr(benchmarking, "attend", attend)
+    attend, begin = calling.attend, LayerCall.begin
+    seen = lambda attention, *given: (called.append(attention.name), attend(attention, *given))[1]  # noqa: E731
+    monkeypatch.setattr(benchmarking, "attend", seen)
     calls = benchmarking._attention_calls(16, 2, 32, torch.device("cpu"), torch.float32)
     assert {name.removesuffix("s") for name in calls} == COMPUTING
     for name, call in calls.items():
         called.clear()
         assert call().shape == (2, 256, 4, 8)
         assert called == [name.removesuffix("s")]
-
-
-@pytest.mark.usefixtures("narrow")
-def test_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost of an order is that of a denoising step: permutations are drawn within what is timed."""
     drawn: list[str] = []
-    begin = LayerCall.begin
     monkeypatch.setattr(LayerCall, "begin", lambda self, *args: (drawn.append("x"), begin(self, *args))[1])
-    rows = layer(tokens=[64], block_size=16, repeats=2, memory=False, device="cpu")["rows"]
+    results = layer(tokens=[64], block_size=16, repeats=2, memory=False, device="cpu")
     assert len(drawn) == 3 * len(layer_phases(16)), "in the warm-up and two rounds"
-    assert {row["peak_bytes"] for row in rows} == {None}
-    results = layer(tokens=[256], block_size=16, **QUICK)
     check_saved(results, tmp_path)
-    assert all(row["peak_bytes"] >= 2 * 256 * 32 * 4 for row in results["rows"]), "the result at least"
     phases = layer_phases(128).values()
     assert {phase.attention.name for phase in phases} == COMPUTING
     assert {phase.block_order for phase in phases if phase.attention.name == "block"} == {*BLOCK_ORDERS} - {"sequence"}
@@ -101,6 +102,7 @@ def test_layers_that_would_take_too_long_are_left_out() -> None:
     with pytest.warns(UserWarning, match=r"256 tokens, attention: softmax, .* left out.* than max_seconds=1e-09"):
         results = layer(tokens=[64, 256], block_size=16, max_seconds=1e-9, **QUICK)
     assert {row["tokens"] for row in results["rows"]} == {64}
+    assert all(row["peak_bytes"] >= 2 * 64 * 32 * 4 for row in results["rows"]), "the result at least"
 
 
 # Calls of a denoiser.
@@ -123,9 +125,6 @@ def test_unet(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
     assert elfatt["rounds"] == 2
     assert results["settings"]["variants"]["elfatt/0"]["config"]["phases"][0]["attention"] == "elfatt"
     assert results["machine"]["cpu_cores"] == os.cpu_count()
-    figure = plot(results)
-    assert "median over the rounds" in figure.get_supxlabel()
-    assert results["machine"]["device"] in figure.get_suptitle()
     check_saved(results, tmp_path)
     # At the greatest size the untouched call is the first that does not fit: the others are shown all the same.
     group = results["groups"][1]
@@ -164,35 +163,25 @@ def test_what_calls_keep_is_timed_beside_calls_that_make_it(
     assert row["peak_bytes"] is None
 
 
-@pytest.mark.parametrize("pays", [True, False])
-def test_autotuned_variants_are_timed_beside_the_others(
-    pays: bool, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_autotuned_variants_are_timed_beside_the_others(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are decided on at the size that is timed; patched where it pays."""
     decided: set[int] = set()
-    calls = {"patched": 0}
-
-    def decide(tuner: Tuner, state: LayerCall, phase: Phase, sample: torch.Tensor) -> bool:
-        decided.add(sample.shape[-1])
-        return pays
-
-    def counting(*args: Any, **options: Any) -> torch.Tensor:
-        calls["patched"] += 1
-        return original(*args, **options)
-
-    original = sampled.sampled_attention
+    calls: list[str] = []
+    attend = sampled.sampled_attention
+    counting = lambda *args, **own: (calls.append("x"), attend(*args, **own))[1]  # noqa: E731
     monkeypatch.setattr(sampled, "sampled_attention", counting)
-    monkeypatch.setattr(Tuner, "pays", decide)
-    found = []
-    for autotune in (False, True):
-        calls["patched"] = 0
+    counts = []
+    for pays in (True, False):
+        decide = lambda _, state, phase, sample, pays=pays: decided.add(sample.shape[-1]) or pays  # noqa: E731
+        monkeypatch.setattr(Tuner, "pays", decide)
+        calls.clear()
         config = varied("sampled", block_size=16)
-        results = unet(model, sizes=[128], methods=[config], autotune=autotune, memory=[], **QUICK)
-        found.append(([row["method"] for row in results["rows"]], calls["patched"]))
-    (plain, before), (both, after) = found
-    assert both == [*plain, f"{config.method}, autotuned"]
+        results = unet(model, sizes=[128], methods=[config], autotune=True, memory=[], **QUICK)
+        counts.append(len(calls))
+        names = [row["method"] for row in results["rows"]]
+        assert names == ["untouched", config.method, "floor", f"{config.method}, autotuned"]
     assert decided == {model.inputs(128, 1)["sample"].shape[-1]}
-    assert (after > before) == pays and (after == before) != pays
+    assert counts[0] == 2 * counts[1] > 0
 
 
 def test_compiled_variants_are_timed_beside_the_others(
@@ -213,7 +202,6 @@ def test_compiled_variants_are_timed_beside_the_others(
     last = results["rows"][-2]
     assert set(last["speed"]) == {"untouched", "untouched, compiled"}
     assert last["floor"]["name"] == "floor of 2 levels, compiled"
-    assert "One round." in plot(results).get_supxlabel()
 
 
 def test_what_is_kept_for_later_steps_counts(model: Model, cpu: torch.device) -> None:
@@ -232,8 +220,9 @@ def test_what_is_kept_for_later_steps_counts(model: Model, cpu: torch.device) ->
 def test_what_does_not_fit_costs_its_own_rows_only(
     model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A method with such a phase has no row; the table names it."""
+    """A method with such a phase has no row, and is not tried again; the table names it. Other errors go on."""
     tried: list[int] = []
+    errors: list[Exception] = [torch.OutOfMemoryError("out of memory"), RuntimeError("other")]
 
     def make_call(unet: Any, inputs: Any) -> Any:
         layers = patched_layers(unet)
@@ -242,7 +231,7 @@ def test_what_does_not_fit_costs_its_own_rows_only(
 
         def fail() -> None:
             tried.append(0)
-            raise torch.OutOfMemoryError("out of memory")
+            raise errors[0]
 
         return fail
 
@@ -251,6 +240,9 @@ def test_what_does_not_fit_costs_its_own_rows_only(
     assert len(tried) == 1
     assert {row["method"]: row["rounds"] for row in results["rows"]} == dict.fromkeys({*NAMES} - {"elfatt"}, 3)
     assert "Did not fit into memory (64 pixels, batch 2): elfatt/0." in markdown(results)
+    del errors[0]
+    with pytest.raises(RuntimeError, match="other"):
+        unet(model, sizes=[64], methods=methods, **QUICK)
 
 
 def test_a_transformer_is_timed_like_a_unet() -> None:
@@ -381,12 +373,10 @@ def test_methods_by_default_and_by_name() -> None:
     assert {method for method in METHODS if method != "sd"} <= {config.method for config in found}
     for method, changes in VARIATIONS:
         assert any(same_work(config, varied(method, **changes)) for config in found)
-    assert varied("elfatt-fast", block_size=512, levels=2).method == "elfatt-fast:block_size=512,levels=2"
-    assert varied("sampled", block_size=64).phases[1].block_size == 64
     everything = {config.method: config for config in resolve_methods(None, ratio=0.25, seed=3)}
     assert {config.seed for config in everything.values()} == {3}
     ratios = {name: phase.ratio for name, config in everything.items() for phase in config.phases if phase.ratio}
-    assert ratios["tome"] == ratios["tome:reuse_steps=2"] == 0.25 and {*ratios.values()} == {0.25}
+    assert {"tome", "tome:reuse_steps=2"} <= ratios.keys() and {*ratios.values()} == {0.25}
     assert "elfatt:ratio=0" not in ratios
     assert everything["elfatt-fast"].with_settings(seed=0) == PatchConfig.preset("elfatt-fast")
     for refused, says in (
@@ -401,8 +391,6 @@ def test_methods_by_default_and_by_name() -> None:
 def test_a_setting_that_a_named_method_has_not_is_told(model: Model) -> None:
     with pytest.warns(UserWarning, match="method 'elfatt-fast:stride=3' has no setting stride"):
         fitted_methods([varied("elfatt-fast", stride=3)], model.unet, named=True)
-    with pytest.warns(UserWarning, match="with ratio=0, method 'tome:ratio=0' approximates nothing"):
-        fitted_methods([varied("tome", ratio=0)], model.unet, named=True)
 
 
 @pytest.mark.parametrize(("levels", "layers"), [(1, 3), (2, 7)])
@@ -439,3 +427,95 @@ def test_another_accelerator_stays_on_its_copy(pipe: Any) -> None:
     cached = twin(pipe, Variant("deepcache:cache_interval=2"))
     assert not torch.equal(checks.runner(cached, num_inference_steps=4)(), untouched)
     assert torch.equal(run(), untouched)
+
+
+# Rounds, rows and tables.
+
+
+def test_calls_take_turns(cpu: torch.device) -> None:
+    """One warm-up round, by other calls if need be, and rounds that count, of which whole ones are kept."""
+    seen: list[str] = []
+    told: list[Any] = []
+    made = Record(Session(progress=lambda *said: told.append(said)), "unet", cpu, {"model": "x"}, bases=["a"])
+    calls = {name: functools.partial(seen.append, name) for name in "abc"}
+    made.time(KEY, calls, 3)
+    assert {row["method"]: row["rounds"] for row in made.results["rows"]} == {"a": 3, "b": 3, "c": 3}
+    assert [sorted(seen[start : start + 3]) for start in range(0, 12, 3)] == [list("abc")] * 4
+    assert told[-1] == ("64 pixels, batch 2", 12, 12)
+    seen.clear()
+    made.time({"size": 8}, {"a": calls["a"]}, 100, seconds=0, warm_up={"a": lambda: seen.append("x")})
+    assert seen == ["x", "a"], "no round starts late, but one is run"
+
+    def stop() -> None:
+        calls["b"]()
+        if seen.count("b") == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        made.time({"size": 16}, {"a": calls["a"], "b": stop}, 5)
+    assert [row["rounds"] for row in made.results["rows"] if row["size"] == 16] == [2, 2]
+    [sitting] = made.results["groups"][-1]["sittings"]
+    assert sitting["rounds"] == 2 and sitting["started"]
+
+
+@pytest.mark.parametrize("ending", ["", ", compiled", ", autotuned"])
+def test_rows_are_told_apart_by_their_names(ending: str) -> None:
+    """Those to compare with; and of a run's parts that of its own phase."""
+    times = (("untouched", 30, 1.0), ("x/1", 15, 3.0), ("x/2", 5, 2.0))
+    parts = [{"variant": f"{name}{ending}", "steps": steps, "seconds": seconds} for name, steps, seconds in times]
+    assert own_part({"method": f"x{ending}", "parts": parts}) == parts[2]
+    assert own_part({"method": f"x{ending}", "parts": parts[2:]}) is own_part({"method": "floor"}) is None
+    assert is_reference(f"untouched{ending}") and is_reference(f"floor of 2 levels{ending}") and is_reference("tomesd")
+    assert not is_reference(f"tome{ending}") and not is_reference(f"elfatt-fast{ending}")
+
+
+def test_published_tables_are_those_of_their_rounds() -> None:
+    """Rows, what all of them share, parts, floors, and what names mean: as they stand in files that people read."""
+    for table in sorted(PUBLISHED.glob("*.md")):
+        if (file := table.with_suffix(".json")).exists() and "groups" in (data := json.loads(file.read_text())):
+            assert markdown(data) == table.read_text(), table.name
+            if data["kind"] != "orders":  # whose rows are those of an earlier form
+                assert json.loads(json.dumps(make_rows(data))) == data["rows"], table.name
+
+
+def test_a_table_fits_the_terminal() -> None:
+    """Below it stands what is noise, what did not fit, and what is fastest; so it does in files."""
+    data = json.loads((PUBLISHED / "unet-512.json").read_text())
+    assert "Faster than its floor" not in markdown(data)
+    rows = {row["method"]: row for row in data["rows"]}
+    rows["tome"]["floor"]["median"] = 0.9
+    rows["agent"]["speed"]["untouched"] = {"median": 9.0, "min": 8.0, "max": 9.5}
+    data["groups"][0]["lost"] = ["elfatt/0"]
+    file = io.StringIO()
+    show(data, Console(file=file, width=80, highlight=False))
+    text = " ".join(file.getvalue().split())
+    assert max(map(len, file.getvalue().splitlines())) <= 80
+    assert "9.00 (8.00 to 9.50)" in text and "0.90" in text
+    assert "nbsp" not in text and "|" not in text and "…" not in text
+    assert text.endswith("agent is fastest of the methods, 9.00 (8.00 to 9.50) times as fast as untouched.")
+    for notes in (text, markdown(data).replace("`", "")):
+        assert "Did not fit into memory (512 pixels, batch 2): elfatt/0." in notes
+        assert "Faster than its floor, which is noise (repeat with more rounds): tome." in notes
+    assert conclude({**data, "rows": [rows["untouched"]]}) == conclude({**data, "bases": []}) == []
+    plain = markdown({"kind": "another", "groups": [], "rows": [{"method": "x", "figure": 1.5}, {"method": "y"}]})
+    assert plain.splitlines() == ["| method | figure |", "|---|---|", "| x | 1.5 |", "| y |  |"]
+
+
+def test_kernels_have_names_that_fit_a_table() -> None:
+    """Without namespaces and template arguments; variants of one kernel are one name."""
+    seen = [f"void cudnn::kernels::{'long_' * 12}name_{size}" for size in (64, 128)]
+    long = "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>(long, c10::Half)"
+    figures = {"host": 1.0, "device": 1.0, "wall": 1.0, "kernels": 3, "attention": seen, "longest": [[long, 0.5, 1]]}
+    attention, longest = profile_cells([{**KEY, "method": "untouched", **figures}])[1][-2:]
+    assert attention == f"`{'long_' * 12}`" and longest.startswith("`RowwiseMomentsCUDAKernel` ")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "does not exist"), ("{", "is damaged"), ("{}", "holds no results"), ('{"parts": [1]}', "holds no results")],
+)
+def test_what_is_no_result_is_not_drawn(tmp_path: Any, content: str | None, says: str) -> None:
+    file = tmp_path / "x.json"
+    if content is not None:
+        file.write_text(content)
+    commands.check_error(commands.call("bench", "report", file), says)

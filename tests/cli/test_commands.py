@@ -39,14 +39,12 @@ def test_bench_prints_and_saves(tmp_path: Path) -> None:
 
 
 def test_bench_shows_a_bar_that_counts_calls(monkeypatch: Any) -> None:
-    """Rounds times variants of all sizes, and the warm-up of each."""
+    """Rounds times variants, and the warm-up of each."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
     shown = call(*LAYER, "--tokens", 256, "--repeats", 2)
     counts = [(int(done), int(total)) for done, total in re.findall(r"(\d+)/(\d+) calls", shown.stderr)]
-    variants = counts[-1][0] / 3 / 2  # a warm-up and two rounds, at two sizes
-    assert counts[-1][0] == counts[-1][1] and variants.is_integer()
-    assert min(total for _, total in counts) > counts[-1][1] - 3 * variants, "only warm-ups come as a surprise"
+    assert counts[-1][0] == counts[-1][1] and counts[-1][1] % 3 == 0, "a warm-up and two rounds"
     assert max(map(len, plain(shown.stdout))) <= 80
 
 

@@ -29,7 +29,6 @@ from elfatt_sd.families import find_layers
 from elfatt_sd.phases import Phase
 from elfatt_sd.tuning import Model, Search, tune
 from elfatt_sd.tuning.probe import LayerFigures, Probe
-from elfatt_sd.tuning.proof import Judge
 from elfatt_sd.tuning.runs import Drawn, Runs, Sample, Settings, Store
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
@@ -47,13 +46,7 @@ def known() -> dict[str, Any]:
 @pytest.fixture
 def found(pipe: Any, asked: dict[str, Any], known: dict[str, Any]) -> Callable[..., Any]:
     """Tune for a budget, once for all tests that only look at the result."""
-
-    def once(**budget: float) -> Any:
-        if str(budget) not in known:
-            known[str(budget)] = tune(pipe, **budget, **asked)
-        return known[str(budget)]
-
-    return once
+    return lambda **budget: known.get(str(budget)) or known.setdefault(str(budget), tune(pipe, **budget, **asked))
 
 
 @pytest.fixture
@@ -111,12 +104,10 @@ def test_what_is_found_is_close_and_fast_as_said(pipe: Any, found: Callable[...,
     assert point.mean >= 30 and point.times > tuning.WORTH
     assert len(tuned.proof.samples) == len(point.closeness) == 2
     assert tuned.floor == math.inf
-    tuned.apply(pipe)
-    assert not torch.equal(run(), untouched)
-    elfatt_sd.remove_patch(pipe)
-    assert torch.equal(run(), untouched)
     tuned.save(tmp_path / "tuned.json")
     assert PatchConfig.load(tmp_path / "tuned.json") == tuned.config
+    tuned.apply(pipe)
+    assert not torch.equal(run(), untouched)
     assert json.loads(json.dumps(tuned.to_dict(), allow_nan=False))["config"]["per_layer"]
     text = str(tuned)
     assert re.match(r"tuned: \d\.\d\d times as fast, PSNR", text)
@@ -251,20 +242,16 @@ def test_a_modular_pipeline(folder: Path, asked: dict[str, Any]) -> None:
         ({"closeness": None}, "there is no budget"),
         ({"closeness": math.nan}, "closeness=nan is not accepted; give a number."),
         ({"prompts": "a cat"}, "give two or more"),
-        ({"prompts": ["a cat", " "]}, "give two or more"),
         ({"prompts": ["a cat", None]}, "give two or more"),
         ({"metric": "lpips"}, "needs weights"),
         ({"height": "64"}, "height='64' is not accepted"),
-        ({"steps": 1001}, "steps=1001 is not accepted; give a whole number from 1 to 1000"),
-        ({"closeness": -0.1, "metric": "lpips"}, "closeness=-0.1 is not accepted; metric='lpips' gives 0 at least"),
     ],
 )
 def test_bad_input_is_one_line(pipe: Any, asked: dict[str, Any], changes: dict[str, Any], says: str) -> None:
     """What the command line takes, too, is tried with it."""
-    with pytest.raises((ElfattError, ValueError), match=says) as caught:
+    with pytest.raises(ElfattError, match=says) as caught:
         tune(pipe, **{"closeness": 30, **asked, **changes})
-    assert "\n" not in str(caught.value)
-    assert not elfatt_sd.is_patched(pipe)
+    assert "\n" not in str(caught.value) and not elfatt_sd.is_patched(pipe)
 
 
 def test_what_has_no_effect_is_said(
@@ -325,7 +312,7 @@ def test_where_it_is_stopped_the_pipeline_is_as_it_was(pipe: Any, asked: dict[st
     elfatt_sd.apply_patch(pipe, "tome", ratio=0.3)
     run = checks.runner(pipe)
     before = run()
-    for home, name in ((Probe, "_after_layer"), (Probe, "_after_call"), (Runs, "draw_from"), (Judge, "prove")):
+    for home, name in ((Probe, "_after_call"), (Runs, "draw_from"), (Search, "prove_config")):
         with stop_at(home, name):
             tune(pipe, closeness=20, **asked)
         assert torch.equal(run(), before), name
@@ -335,57 +322,35 @@ def test_where_it_is_stopped_the_pipeline_is_as_it_was(pipe: Any, asked: dict[st
 
 
 @dataclasses.dataclass(frozen=True)
-class Failing(methods.CellSpread):
-    """An approximation that is good where it is tried, and gives no numbers in the layers of a model."""
+class Greedy(methods.CellSpread):
+    """An approximation that has memory for two calls in the layers of a model."""
 
-    name: ClassVar[str] = "failing"
+    name: ClassVar[str] = "greedy"
     calls: ClassVar[int] = 0
 
     def attend(self, layer: Any, tokens: torch.Tensor, prepared: Any) -> torch.Tensor:
-        mixed = super().attend(layer, tokens, prepared)
-        if tokens.shape[1] <= LARGER:
-            return mixed
-        type(self).calls += 1
-        return self.fail(mixed)
-
-    def fail(self, mixed: torch.Tensor) -> torch.Tensor:
-        return mixed * math.nan
-
-
-@dataclasses.dataclass(frozen=True)
-class Greedy(Failing):
-    """One that has memory for two calls."""
-
-    name: ClassVar[str] = "greedy"
-
-    def fail(self, mixed: torch.Tensor) -> torch.Tensor:
-        if self.calls > 2:
+        type(self).calls += tokens.shape[1] > LARGER
+        if tokens.shape[1] > LARGER and self.calls > 2:
             raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4294967296 bytes.")
-        return mixed
+        return super().attend(layer, tokens, prepared)
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_approximations_that_fail_are_left_out(
+def test_an_approximation_without_memory_is_left_out(
     pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(methods, "_known", dict(methods._known))
-    for kind in (Failing, Greedy):
-        monkeypatch.setattr(kind, "calls", 0, raising=False)
-        elfatt_sd.register(kind)
+    elfatt_sd.register(Greedy)
     tuned = tune(pipe, closeness=20, **asked)
-    assert Failing.calls > 0 and Greedy.calls > 2
+    assert Greedy.calls > 2
     finest = {layer.name for layer in find_layers(pipe.unet) if layer.downsample == 1}
-    names = {own.layers: {phase.attention.name for phase in own.phases} for own in tuned.config.per_layer}
-    assert finest & {*names}
-    assert not any(names[layer] & {"failing", "greedy"} for layer in finest & {*names})
+    own = [each for each in tuned.config.per_layer if each.layers in finest]
+    assert own and "greedy" not in {phase.attention.name for each in own for phase in each.phases}
 
 
-@pytest.mark.parametrize(("method", "error"), [(None, NO_MEMORY), ("tuned", MemoryError())], ids=repr)
-def test_an_image_that_has_no_memory_is_told_in_one_line(
-    pipe: Any, asked: dict[str, Any], method: str | None, error: Exception
-) -> None:
+def test_an_image_that_has_no_memory_is_told_in_one_line(pipe: Any, asked: dict[str, Any]) -> None:
     says = "^memory ran out while an image was drawn; .*share nothing.$"
-    with out_of_memory(pipe, method, error), pytest.raises(ElfattFailure, match=says):
+    with out_of_memory(pipe, "tuned", MemoryError()), pytest.raises(ElfattFailure, match=says):
         tune(pipe, closeness=20, **asked)
     assert not elfatt_sd.is_patched(pipe)
 
@@ -400,7 +365,6 @@ def raises(first: Any, second: Any) -> float:
         (raises, None, r"metric 'raises' cannot compare two images \(LookupError: no such image\)"),
         (lambda first, second: math.nan, None, "gives nan for two images"),
         ("psnr", 0.0, "the image of 'a cat', seed 0, is of one colour"),
-        ("psnr", math.nan, "the image of 'a cat', seed 0, is not finite"),
     ],
 )
 @pytest.mark.usefixtures("own_cache")
@@ -509,17 +473,17 @@ def test_a_denoiser_that_was_compiled_in_place_is_left_alone(pipe: Any, runs: Ru
 
 def test_what_is_damaged_is_measured_again(own_cache: Path) -> None:
     image = Drawn((Image.new("RGB", (8, 8), "red"),), 1.5)
-    figures = {"layer": LayerFigures([Phase(1.0, "sampled")], seconds=[0.5], calls=3)}
+    figures = {"layer": LayerFigures([Phase(1.0, "sampled")], seconds=[0.5], calls=3, errors={(0, 1, 0, True): [0.5]})}
     for content in (b"", b"null", b'{"a": 1}', b'{"a": {"bases": [{}]}}', b'{"frames": ["AA"]}', b"\xff\xfe"):
         store = Store({"a": str(content)})
         assert store.drawn(SAMPLE, lambda: image).same(image)
         [kept] = store.folder.glob("image-*.json")
-        for path in (kept, store.folder / "layers.json", store.folder / "stretch.json"):
+        for path in (kept, store.folder / "layers.json"):
             path.write_bytes(content)
-        assert store.known("layers", lambda: {"layer": figures["layer"].to_dict()}, LayerFigures.read) == figures
-        assert store.known("stretch", lambda: 2.5, float) == 2.5
-        assert store.known("stretch", lambda: 7.0, float) == 2.5, "it was not kept"
-        assert store.drawn(SAMPLE, lambda: image).same(image)
+        for _ in range(2):  # it is measured, then read
+            assert store.known("layers", lambda: {"layer": figures["layer"].to_dict()}, LayerFigures.read) == figures
+            assert store.drawn(SAMPLE, lambda: image).same(image)
+        assert store.drawn(SAMPLE, lambda: Drawn((), 7.0)).same(image), "it was kept"
 
 
 def test_the_folder_is_the_same_in_every_process(pipe: Any) -> None:
