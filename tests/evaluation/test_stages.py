@@ -291,7 +291,7 @@ def test_reference_says_what_it_found(call: Call, workplace: Path, file: Path) -
         (("--model", "/nowhere/sd"), ("/nowhere/sd", "does not exist")),
         (("--device", "abacus"), ("abacus", "accepted")),
         (("--dtype", "int3"), ("int3", "accepted")),
-        (("--variant", "fp16"), ("variant='fp16' is not in model", "there is: weights without a variant")),
+        (("--variant", "fp16"), ("variant='fp16' is not in model", "leave it out")),
         (("--force",), ("No such option: --force",)),
         (("--set", "height=33"), ("height=33 is not accepted",)),
         (("--set", "steps=5000"), ("steps=5000 is not accepted; give a whole number from 1 to 1000",)),
