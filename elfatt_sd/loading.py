@@ -27,35 +27,21 @@ INDEX = "model_index.json"
 PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
 _WITH_VOCABULARY = ("CLIPTokenizer", "T5Tokenizer", "Qwen2Tokenizer")  # others, such as ByT5's, have none
 _VOCABULARY = ("vocab.json", "vocab.txt", "tokenizer.json", "vocab.jsonl", ".model", ".tiktoken")
-_VARIANT = re.compile(r"\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.\w+")  # of model.fp16.safetensors: fp16
 
 
-def check_directory(path: Path, given: Collection[str], allow_pickle: bool, variant: str | None) -> None:
-    """Check that a directory has all parts, with weights of the variant that may be loaded."""
-    model, variants, unfit = f"model={str(path)!r}", set[str](), {}
+def check_directory(path: Path, given: Collection[str], variant: str | None) -> None:
+    """Check that a directory has all parts, tokenizers their vocabulary, and weights of the variant."""
+    model = f"model={str(path)!r}"
     for name, kind in _index(path).items():
         if not (isinstance(kind, list) and kind and kind[0]) or name in given:
             continue
         if not (path / name).is_dir():
             raise ElfattError(f"{model} lacks a part: {name} (named in its {INDEX}).")
-        files = [file.name for file in visible((path / name).iterdir())]
-        if str(kind[-1]).startswith(_WITH_VOCABULARY) and not any(file.endswith(_VOCABULARY) for file in files):
+        files = visible((path / name).iterdir())
+        if str(kind[-1]).startswith(_WITH_VOCABULARY) and not any(file.name.endswith(_VOCABULARY) for file in files):
             raise ElfattError(f"{model} has no vocabulary in {name}.")  # it would draw nonsense
-        weights = [file for file in files if Path(file).suffix in {".safetensors", *PICKLES}]
-        safe = [file for file in weights if allow_pickle or file.endswith(".safetensors")]
-        own = {found[1] if (found := _VARIANT.search(file)) else "" for file in safe}
-        variants |= own
-        if weights and not own & {"", variant}:
-            unfit[name] = (safe or weights)[0]
-    if variant is not None and variants and variant not in variants:
-        there = ", ".join(map(repr, sorted(variants - {""}))) or "weights without a variant alone"
-        raise ElfattError(f"variant={variant!r} is not in {model}; there is: {there}.")
-    if unfit:
-        raise ElfattError(
-            f"{model} has no plain .safetensors weights in {', '.join(unfit)}, but {min(unfit.values())}; give "
-            "variant='fp16' (--variant fp16) for such a variant, or allow pickles with allow_pickle=True "
-            "(--allow-pickle)."
-        )
+    if variant is not None and not any(f".{variant}" in file.stem for file in visible(path.glob("*/*"))):
+        raise ElfattError(f"variant={variant!r} is not in {model}; leave it out, or give another one.")
 
 
 def _index(path: Path) -> dict[str, Any]:
@@ -91,20 +77,6 @@ SCHEDULERS = {
 _STEPS = 10  # of a trial; with fewer, some schedulers begin far below the highest timestep
 
 
-def scheduler_like(own: Any, kind: Any, **settings: Any) -> Any:
-    """Make a scheduler of another class with the settings of a model's own."""
-    try:
-        made = kind.from_config(own.config, **settings)
-        begins, wanted = (_try(copy.deepcopy(each)) for each in (made, own))
-    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ElfattError(f"it fails with the model's settings ({shortened(error)})") from error
-    if _predicted(made) != _predicted(own):
-        raise ElfattError(f"it takes the model's {_predicted(own)} for {_predicted(made)}")
-    if not wanted / 2 <= begins <= wanted * 2:
-        raise ElfattError(f"its first timestep is {begins:g} where the model's is {wanted:g}")
-    return made
-
-
 def scheduler_class(name: str) -> Any:
     """Return diffusers' class that a name in `SCHEDULERS` stands for, or that has the name itself."""
     import diffusers
@@ -118,15 +90,23 @@ def scheduler_class(name: str) -> Any:
 
 def make_scheduler(name: str, own: Any) -> Any:
     """Return a scheduler by its name, with the settings of a model's own."""
-    kind = scheduler_class(name)
+    kind, reason = scheduler_class(name), ""
     try:
-        return scheduler_like(own, kind, **({"skip_prk_steps": True} if kind.__name__ == "PNDMScheduler" else {}))
-    except ElfattError as error:
+        made = kind.from_config(own.config, **({"skip_prk_steps": True} if kind.__name__ == "PNDMScheduler" else {}))
+        begins, wanted = (_begins(copy.deepcopy(each)) for each in (made, own))
+        if _predicted(made) != _predicted(own):
+            reason = f"it takes the model's {_predicted(own)} for {_predicted(made)}"
+        elif not wanted / 2 <= begins <= wanted * 2:
+            reason = f"its first timestep is {begins:g} where the model's is {wanted:g}"
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"it fails with the model's settings ({shortened(error)})"
+    if reason:
         own_name = type(own).__name__
-        raise ElfattError(f"scheduler={name!r} does not fit the model's {own_name}: {error}; leave it out.") from error
+        raise ElfattError(f"scheduler={name!r} does not fit the model's {own_name}: {reason}; leave it out.")
+    return made
 
 
-def _try(scheduler: Any) -> float:
+def _begins(scheduler: Any) -> float:
     """Do the first step of a run, and return its timestep; whatever fails is raised."""
     count = min(_STEPS, scheduler.config.get("num_train_timesteps") or _STEPS)
     scheduler.set_timesteps(count, **({"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}))
@@ -176,25 +156,10 @@ def shortened(error: BaseException) -> str:
 
 # The first convolution of a UNet, which tells by its input channels what the pipeline hands it.
 _FIRST = "model.diffusion_model.input_blocks.0.0.weight"
-_SD, _SDXL = "StableDiffusion", "StableDiffusionXL"
 _KINDS = {  # pipelines by those channels, for each prefix by which a text encoder tells the family
-    "conditioner.embedders.1.": {
-        4: f"{_SDXL}Pipeline",
-        8: f"{_SDXL}InstructPix2PixPipeline",
-        9: f"{_SDXL}InpaintPipeline",
-    },
-    "conditioner.embedders.0.model.": {4: f"{_SDXL}Img2ImgPipeline"},  # the refiner
-    "": {
-        4: f"{_SD}Pipeline",
-        5: f"{_SD}Depth2ImgPipeline",
-        7: f"{_SD}UpscalePipeline",
-        8: f"{_SD}InstructPix2PixPipeline",
-        9: f"{_SD}InpaintPipeline",
-    },
-}
-_CONFIGS = {  # the hub's configurations of kinds that diffusers does not tell from text to image
-    f"{_SD}InstructPix2PixPipeline": "timbrooks/instruct-pix2pix",
-    f"{_SDXL}InstructPix2PixPipeline": "diffusers/sdxl-instructpix2pix-768",
+    "conditioner.embedders.1.": {4: "StableDiffusionXLPipeline", 9: "StableDiffusionXLInpaintPipeline"},
+    "conditioner.embedders.0.model.": {4: "StableDiffusionXLImg2ImgPipeline"},  # the refiner
+    "": {4: "StableDiffusionPipeline", 7: "StableDiffusionUpscalePipeline", 9: "StableDiffusionInpaintPipeline"},
 }
 
 
@@ -203,10 +168,9 @@ def load_file(path: Path, options: dict[str, Any]) -> Any:
     import diffusers
 
     kind = kind_of_file(path)
-    if not options.keys() & {"config", "original_config"}:
-        beside = (path.parent / INDEX).is_file() and _index(path.parent)["_class_name"] == kind
-        if config := str(path.parent) if beside else _CONFIGS.get(kind):
-            options["config"] = config
+    beside = (path.parent / INDEX).is_file() and _index(path.parent)["_class_name"] == kind
+    if beside and not options.keys() & {"config", "original_config"}:
+        options["config"] = str(path.parent)
     try:
         return call_loader(path, lambda: getattr(diffusers, kind).from_single_file(str(path), **options))
     except ElfattFailure as error:
@@ -279,10 +243,9 @@ def load_pipeline(
         ElfattError: device, dtype or model that is not there, a pickle, or a directory that lacks a part.
         ElfattFailure: the hub cannot be reached.
     """
-    check_names(device, dtype)
-    source = check_model(model, allow_pickle=allow_pickle, variant=variant, given=options)
     place = pick_device(device)
     picked = pick_dtype(dtype, place)
+    source = check_model(model, allow_pickle=allow_pickle, variant=variant, given=options)
     if (place.type, str(picked)) == ("cpu", "torch.float16"):
         warnings.warn("dtype='float16' is many times slower than float32 on a CPU; give float32.", stacklevel=2)
     keyword = "dtype" if tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42) else "torch_dtype"
@@ -296,26 +259,18 @@ def load_pipeline(
     try:
         return call_loader(source, DiffusionPipeline.from_pretrained, source, source=where, **options).to(place)
     except ElfattError as error:
-        if where and variant is None and "no file named" in str(error):
-            remedy = "if its weights are *.fp16.safetensors alone, give variant='fp16' (--variant fp16)"
-            raise ElfattError(f"{error}; {remedy}.") from error
+        if "no file named" in str(error):
+            raise ElfattError(
+                f"{error}; give variant='fp16' (--variant fp16) where its weights are *.fp16.safetensors alone, or "
+                "allow pickles with allow_pickle=True (--allow-pickle)."
+            ) from error
         raise
-
-
-def check_names(device: str, dtype: str | torch.dtype) -> None:
-    """Check that a device and a dtype have names that are known; whether they are on this machine is seen later."""
-    if not _DEVICE.fullmatch(str(device)):
-        raise ElfattError(f"device={str(device)!r} is not known; accepted: auto, cpu, cuda, cuda:N, mps, xpu.")
-    if str(dtype).removeprefix("torch.") not in ("auto", *_DTYPES):
-        raise ElfattError(f"dtype={str(dtype)!r} is not known; accepted: auto, {', '.join(_DTYPES)}.")
 
 
 def check_model(
     model: str | Path, *, allow_pickle: bool = False, variant: str | None = None, given: Collection[str] = ()
 ) -> Path | str:
     """Check what can be known of a model before it is loaded."""
-    if not isinstance(model, str | os.PathLike):
-        raise ElfattError(f"model={model!r} is not accepted; give a name or a path.")
     path = EMBEDDED[str(model)].folder if str(model) in EMBEDDED else Path(model)
     if path.suffix.lower() in PICKLES and not allow_pickle:
         raise ElfattError(
@@ -323,7 +278,7 @@ def check_model(
             "or allow it with allow_pickle=True (--allow-pickle)."
         )
     if os.path.isdir(path):  # which takes any name
-        check_directory(path, given, allow_pickle, variant)
+        check_directory(path, given, variant)
         return path
     if os.path.isfile(path):
         suffix = path.suffix.lower()
@@ -331,8 +286,6 @@ def check_model(
             raise ElfattError(f"model={str(path)!r} is not a checkpoint; give a .safetensors file, or a directory.")
         if variant is not None:
             raise ElfattError(f"variant={variant!r} is for a directory or a hub id; model={str(path)!r} is one file.")
-        if suffix == ".safetensors":
-            kind_of_file(path)
         return path
     if _HUB_ID.fullmatch(str(model)):
         return str(model)
@@ -350,7 +303,8 @@ def check_model(
 
 def pick_device(device: str) -> torch.device:
     """Return the torch device that a name stands for."""
-    check_names(device, "auto")
+    if not _DEVICE.fullmatch(str(device)):
+        raise ElfattError(f"device={str(device)!r} is not known; accepted: auto, cpu, cuda, cuda:N, mps, xpu.")
     there = accelerators()
     if device == "auto":
         return torch.device(next(iter(there), "cpu"))
@@ -363,10 +317,11 @@ def pick_device(device: str) -> torch.device:
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """Return the torch dtype that a name stands for on a device."""
-    check_names("auto", dtype)
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.float16
-    found = _DTYPES[str(dtype).removeprefix("torch.")]
+    found = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ElfattError(f"dtype={str(dtype)!r} is not known; accepted: auto, {', '.join(_DTYPES)}.")
     supported = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
     if found == torch.bfloat16 and supported is not None and not supported():
         raise ElfattError(f"dtype={str(dtype)!r} is not there on {device_name(device)}; give float16.")

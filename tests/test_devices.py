@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from support.checks import load_script
 
 from elfatt_sd import devices
 from elfatt_sd.devices import (
@@ -41,8 +37,7 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
     total, free = memory_of(CPU)
     assert 0 < free <= total
     (tmp_path / "info").write_text("model\t: 1\nmodel name\t: Chip: 3 GHz\nmodel name\t: Other\n")
-    found = [proc_value(str(tmp_path / name), key) for name, key in (("info", "model name"), ("info", "x"), ("x", "x"))]
-    assert found == ["Chip: 3 GHz", None, None]
+    assert proc_value(str(tmp_path / "info"), "model name") == "Chip: 3 GHz" and proc_value("no file", "x") is None
 
 
 def test_the_device_itself_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,51 +84,20 @@ def test_the_next_tensor_takes_the_pages_of_the_last_once_the_command_runs() -> 
     assert given_back > PAGES / 8, "else there is nothing to gain on this machine"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
-def test_the_script_writes_a_table_and_a_plot(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Its first process is a real one."""
-    script = load_script("benchmarks/freed_memory.py")
-    found = [script.run("toy", True)]
-    assert found[0]["peak"] > 2**28
-    monkeypatch.setattr(script, "run", lambda name, keeps: found[0])
-    names = ["untouched", "elfatt-fast", "untouched, freed memory kept", "elfatt-fast, freed memory kept"]
-    monkeypatch.setattr(sys, "argv", ["freed_memory.py", "--models", "toy", "--rounds", "2", "--out", str(tmp_path)])
-    script.main()
-    said = capsys.readouterr().out
-    results = json.loads((tmp_path / "freed_memory.json").read_text())
-    assert {row["method"]: row["rounds"] for row in results["rows"]} == dict.fromkeys(names, 2)
-    assert set(results["rows"][3]["speed"]) == {"untouched", "untouched, freed memory kept", "elfatt-fast"}
-    assert said.startswith("toy: 0 of 2\ntoy: 1 of 2\n") and all(f"| {name} |" in said for name in names)
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".md", ".png"}
-
-
 def test_clocks_are_those_of_the_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its own number: `CUDA_VISIBLE_DEVICES` gives another card the index 0."""
-
-    def hidden() -> None:
-        raise PermissionError("hidden")
-
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0f2c"))
     monkeypatch.setattr(devices, "_first_line", lambda *command: asked.append(command) or "1980, 2619, 1980, 31, 75.5")
-    assert read_clocks(torch.device("cuda", 0))["clocks.sm"] == "1980"
-    assert "--id=GPU-0f2c" in asked[0]
-    assert set(read_clocks(CPU)) == {"cpu_mhz"}
-    monkeypatch.setattr(devices.psutil, "cpu_freq", hidden)
+    assert read_clocks(torch.device("cuda", 0))["clocks.sm"] == "1980" and "--id=GPU-0f2c" in asked[0]
+    monkeypatch.setattr(devices.psutil, "cpu_freq", lambda: None)
     assert read_clocks(CPU) == {"cpu_mhz": None}
 
 
 def test_processor_time_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten seconds of two processors, six busy, four of them for this process: others had two of twenty.
-
-    No part that is read is greater than the whole, and this process's own share grows as it works.
-    """
-    before, end = devices._processor_seconds(), time.process_time() + 0.1
-    while time.process_time() < end:
-        pass
-    after = devices._processor_seconds()
-    assert before is not None and after is not None
-    assert 0 < after[1] <= after[0] and after[2] - before[2] >= 0.05
+    """Ten seconds of two processors, six busy, four of them for this process: others had two of twenty."""
+    found = devices._processor_seconds()
+    assert found is not None and 0 < found[1] <= found[0]
     readings = iter([(100.0, 50.0, 7.0), (120.0, 56.0, 11.0)])
     monkeypatch.setattr(devices, "_processor_seconds", lambda: next(readings))
     assert Bystanders().share() == pytest.approx(0.1)

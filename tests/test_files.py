@@ -75,9 +75,6 @@ LIMIT = 2  # at most
 """What it is for."""
 
 class Kind:
-    """A kind."""
-
-class Other(Kind):
     async def double(self, x):
         """Twice x."""
         return 2 * x  # exactly
@@ -90,9 +87,6 @@ LIMIT = (
     2
 )
 class Kind:
-    pass
-
-class Other(Kind):
     async def double(self, x): return 2 * x
 def nothing(): pass
 """

@@ -49,17 +49,21 @@ def test_things_take_turns_and_every_round_starts_with_another() -> None:
 def test_what_fails_has_no_further_turns() -> None:
     lost: list[tuple[Turn, str]] = []
 
-    def take(turn: Turn) -> int:
-        if turn.name == "b" and turn.number == 1:
+    def take(turn: Turn) -> float:
+        if turn.name == "b" and turn.number in (1, -2):
             raise ValueError("no")
-        return turn.number
+        return 1.0
 
     rounds = interleave("ab", take, range(3), lose=lambda turn, error: lost.append((turn, str(error))))
-    found = [[(turn.name, number) for turn, number in turns] for turns in rounds]
-    assert found == [[("a", 0), ("b", 0)], [("a", 1)], [("a", 2)]]
+    assert [[turn.name for turn, _ in turns] for turns in rounds] == [["a", "b"], ["a"], ["a"]]
     assert lost == [(Turn("b", 1, 1), "no")]
     with pytest.raises(ValueError, match="no"):
-        [list(turns) for turns in interleave("ab", take, range(3))]
+        Comparison(["a", "b"], take, 2).run()
+    told: list[str] = []
+    compared = Comparison(["a", "b"], take, 2, lose=lambda name, error: told.append(f"{name}: {error}"))
+    compared.warm_up()
+    compared.run()
+    assert (told, compared.names, compared.times) == (["b: no"], ["a"], {"a": [1.0, 1.0], "b": []})
 
 
 def test_a_comparison_warms_up_and_takes_turns() -> None:
@@ -80,22 +84,6 @@ def test_a_comparison_warms_up_and_takes_turns() -> None:
     assert "equal runs took 1.00 to 9.00 s" in compared.busy()
     compared.drop_unfinished_round()
     assert compared.times == {"slow": [2.0, 2.0], "fast": [1.0, 1.0]}
-
-
-def test_what_fails_as_it_warms_up_is_lost_where_somebody_is_told() -> None:
-    lost: list[str] = []
-
-    def take(turn: Turn) -> float:
-        if turn.name == "b":
-            raise ValueError("no")
-        return 1.0
-
-    compared = Comparison(["a", "b"], take, 2, lose=lambda name, error: lost.append(f"{name}: {error}"))
-    compared.warm_up()
-    compared.run()
-    assert (lost, compared.names, compared.times) == (["b: no"], ["a"], {"a": [1.0, 1.0], "b": []})
-    with pytest.raises(ValueError, match="no"):
-        Comparison(["b"], take).run()
 
 
 def test_ratios_are_taken_within_rounds_that_both_have() -> None:
@@ -198,17 +186,14 @@ def test_progress_is_a_line_for_each_stage_and_after_a_while(monkeypatch: pytest
     for done in range(5):
         tell("first", done, 10)
         now[0] += 20
-    tell("second", 5, 10)
     tell = Lines(said.append, "steps", every=0, at_once=False)
-    for done, total, seconds in ((3, 3, 1000), (10, 30, 10), (20, 30, 0), (5, 30, 1), (26, 300, 10), (27, 300, 0)):
+    for done, total, seconds in ((10, 30, 10), (20, 30, 0), (5, 30, 1), (26, 300, 10), (27, 300, 0)):
         tell("image", done, total)
         now[0] += seconds
     assert said == [
         "first: 0 of 10 calls done",
         "first: 2 of 10 calls done, about 0:02:40 left",
         "first: 4 of 10 calls done, about 0:02:00 left",
-        "second: 5 of 10 calls done, about 0:01:40 left",
-        "image: 3 of 3 steps done",
         "image: 10 of 30 steps done",
         "image: 20 of 30 steps done, about 0:00:10 left",
         "image: 5 of 30 steps done",

@@ -42,12 +42,19 @@ from elfatt_sd.benchmarking.variants import (
 )
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import standard_normal
-from elfatt_sd.drawing.running import dimensions_of, exact_size, look_at, warn_if_too_large
+from elfatt_sd.drawing.running import check_steps, dimensions_of, exact_size, look_at, warn_if_too_large
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
-from elfatt_sd.families.shapes import SHAPE_VAE, TRANSFORMERS, call_arguments, empty_transformer, empty_unet
+from elfatt_sd.families.shapes import (
+    SHAPE_VAE,
+    TRANSFORMERS,
+    Dimensions,
+    call_arguments,
+    dimensions_of_transformer,
+    empty_transformer,
+    empty_unet,
+)
 from elfatt_sd.families.shapes import SHAPES as SHAPES
-from elfatt_sd.families.unet import SCALE
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
 from elfatt_sd.methods import AttentionName, Blocks, Draws, Softmax, attentions, is_own
@@ -107,18 +114,29 @@ def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
     return call
 
 
-def make_model(name: str, device: torch.device, dtype: torch.dtype, variant: str | None = None) -> Model:
+def make_model(
+    name: str, device: torch.device, dtype: torch.dtype, variant: str | None = None, sizes: Sequence[Size] = ()
+) -> Model:
     """Build a model of a known shape with random weights, or take a pipeline's (`toy`, a path, a hub id).
 
     Of a transformer, a few blocks are built: the whole of one fits few machines, and its blocks are alike.
     """
-    if name in TRANSFORMERS:
-        shape = TRANSFORMERS[name]
-        return Model(fill(empty_transformer(shape, few=True), device, dtype).eval(), shape.scale)
     if name in SHAPES:
-        return Model(random_unet(SHAPES[name], device, dtype), SCALE)
-    pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
-    return Model(main_denoiser(pipe), dimensions_of(pipe).factor)
+        dimensions = Dimensions.of(SHAPES[name], SHAPE_VAE)
+    elif name in TRANSFORMERS:
+        dimensions = dimensions_of_transformer(name)
+    else:
+        pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
+        dimensions = dimensions_of(pipe)
+    for size in sizes:
+        dimensions.check(*height_and_width(size))
+    if name in SHAPES:
+        denoiser = random_unet(SHAPES[name], device, dtype)
+    elif name in TRANSFORMERS:
+        denoiser = fill(empty_transformer(TRANSFORMERS[name], few=True), device, dtype).eval()
+    else:
+        denoiser = main_denoiser(pipe)
+    return Model(denoiser, dimensions.factor)
 
 
 def make_pipeline(
@@ -342,7 +360,7 @@ def unet(
     precision = pick_dtype(dtype, place)
     batches = (batch, 2 * batch) if memory is None else memory
     chosen = resolve_methods(methods, **settings)
-    made = model if isinstance(model, Model) else make_model(model, place, precision, variant)
+    made = model if isinstance(model, Model) else make_model(model, place, precision, variant, sizes)
     lineup = by_phase(fitted_methods(chosen, made.unet, named=methods is not None))
     if compile or autotune:
         lineup = with_twins(lineup, COMPILED if compile else AUTOTUNED)
@@ -431,6 +449,7 @@ def pipeline(
     chosen = resolve_methods(methods, **settings)
     pipe, inputs = make_pipeline(model, place, precision, batch, variant)
     pipe.set_progress_bar_config(disable=True)
+    check_steps(pipe, steps)
     denoiser = main_denoiser(pipe)
     lineup = fitting(whole(fitted_methods(chosen, denoiser, named=methods is not None)), denoiser)
     twins = {name: twin(pipe, each) for name, each in lineup.variants.items()}
@@ -441,6 +460,7 @@ def pipeline(
         height, width = dimensions_of(pipe).own
         sizes = (width if height == width else f"{width}x{height}",)
     for size in sizes:
+        dimensions_of(pipe).check(*height_and_width(size))
         warn_if_too_large(pipe, *height_and_width(size), rows=2, batch=batch)
     measured = [name for name, each in lineup.variants.items() if memory and each.kind != FLOOR]
     for size in sizes:

@@ -241,9 +241,10 @@ def _draw_sheet(
     sources: dict[str, Source], prompts: list[str], methods: list[str], rounds: int, settings: dict[str, Any], out: Path
 ) -> None:
     from elfatt_sd.drawing.compare import Sheet
+    from elfatt_sd.loading import check_model
 
-    for each in sources.values():
-        each.check()
+    for name, each in sources.items():
+        check_model(name, allow_pickle=each.allow_pickle, variant=each.variant)
     sheet = Sheet(
         lambda request: sources[request.model].load_for(request), list(sources), prompts, methods, rounds, **settings
     )

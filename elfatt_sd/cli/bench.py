@@ -182,10 +182,9 @@ def _run(name: str, session: dict[str, Any], **options: Any) -> None:
     from elfatt_sd.benchmarking.record import Session
     from elfatt_sd.benchmarking.report import markdown, save, show
     from elfatt_sd.files import write_json
-    from elfatt_sd.loading import check_names, pick_device
+    from elfatt_sd.loading import pick_device, pick_dtype
 
-    check_names(options["device"], options["dtype"])
-    pick_device(options["device"])
+    pick_dtype(options["dtype"], pick_device(options["device"]))
     if "model" in options:
         _check_model(options)
     if "methods" in options:
@@ -210,18 +209,15 @@ def _run(name: str, session: dict[str, Any], **options: Any) -> None:
 
 def _check_model(options: dict[str, Any]) -> None:
     """Check what can be checked before a model is loaded, and read the sizes of images."""
-    from elfatt_sd.benchmarking.variants import height_and_width, read_size
-    from elfatt_sd.cli.options import check_sizes, check_steps
+    from elfatt_sd.benchmarking.variants import read_size
     from elfatt_sd.loading import check_model
 
     model, variant = options["model"], options.get("variant")
-    check_steps(model, options.get("steps"))
     options["sizes"] = [*map(read_size, options["sizes"])]
     if model not in SHAPE_NAMES:
         check_model(model, variant=variant)
     elif variant is not None:
         raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
-    check_sizes(model, map(height_and_width, options["sizes"]))
 
 
 def read_method(text: str) -> Any:

@@ -195,15 +195,12 @@ def verify_command(
 
 def _check_early(protocol: Protocol, out: Path, reuse: Sequence[Path], *, scored: bool = True) -> list[Run]:
     """Check what can be known before anything is loaded; return the runs to take rows from."""
-    from elfatt_sd.cli.options import check_sizes, check_steps
     from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.stages import first_checks
 
     check_writable(out)
     for check in first_checks(protocol, scored=scored):
         check()
-    check_steps(protocol.model, protocol.steps)
-    check_sizes(protocol.model, [(protocol.height, protocol.width)])
     others = [Run.open(other) for other in reuse]
     quiet_libraries()
     return others

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -147,22 +147,12 @@ class Source:
     ] = False
     variant: Variant = None
 
-    def check(self) -> None:
-        """Check what can be checked before it is loaded."""
-        from elfatt_sd.loading import check_model, check_names, pick_device
-
-        check_names(self.device, self.dtype)
-        pick_device(self.device)
-        check_model(self.model, allow_pickle=self.allow_pickle, variant=self.variant)
-
     def load_for(self, request: Request) -> Any:
-        """Check all that can be checked, and load the pipeline for what is to be drawn."""
-        self.check()
-        check_steps(self.model, request.steps)
-        check_sizes(self.model, [(request.height, request.width)])
+        """Load the pipeline, and say which words of the prompts it does not know."""
+        pipe = self.load()
         if self.model in EMBEDDED:
             tell_unknown_words(list(request.prompts))
-        return self.load()
+        return pipe
 
     def load(self) -> Any:
         from elfatt_sd.loading import load_pipeline
@@ -176,38 +166,6 @@ class Source:
         given += ", allow_pickle=True" * self.allow_pickle
         given += f", variant={json.dumps(self.variant)}" if self.variant else ""
         return f"pipe = elfatt_sd.load_pipeline({given})"
-
-
-def check_steps(model: str, steps: int | None) -> None:
-    """Refuse more steps than a directory's scheduler has timesteps, before the model is loaded."""
-    try:
-        data = json.loads((_folder(model) / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
-        most = int(data["num_train_timesteps"])
-    except (OSError, ValueError, LookupError, TypeError):  # seen when it is loaded
-        return
-    if steps is not None and steps > most:
-        raise ElfattError(f"steps={steps} is not accepted; give a whole number from 1 to {most}.")
-
-
-def check_sizes(model: str | Path, sizes: Iterable[tuple[int | None, int | None]]) -> None:
-    """Refuse sizes that a model cannot draw, as far as a directory or a shape tells them."""
-    from elfatt_sd.families import shapes
-    from elfatt_sd.families.shapes import Dimensions
-
-    name = str(model)
-    if name in shapes.SHAPES:
-        known: Dimensions | None = Dimensions.of(shapes.SHAPES[name], shapes.SHAPE_VAE)
-    elif name in shapes.TRANSFORMERS:
-        known = shapes.dimensions_of_transformer(name)
-    else:
-        known = shapes.dimensions_in(_folder(name))
-    for height, width in sizes:
-        if known is not None:
-            known.check(height, width)
-
-
-def _folder(model: str) -> Path:
-    return EMBEDDED[model].folder if model in EMBEDDED else Path(model)
 
 
 def tell_unknown_words(prompts: list[str]) -> None:

@@ -44,7 +44,6 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
-    from elfatt_sd.cli.options import check_sizes, check_steps
     from elfatt_sd.drawing.running import warn_if_too_large
     from elfatt_sd.drawing.studio import check_run, read_prompts
     from elfatt_sd.tuning import tune as tune_pipeline
@@ -63,9 +62,6 @@ def tune(
         check_writable(out)
         need("the page of a tuning (--out)", "jinja2", "matplotlib")
     from_where: Source = source(model)
-    from_where.check()
-    check_steps(model, steps)
-    check_sizes(model, [size])
     pipe = from_where.load()
     pipe.set_progress_bar_config(disable=True)
     rows = 1 if guidance is not None and guidance <= 1 else 2

@@ -174,11 +174,6 @@ class Trial:
             return "No method changed the image in this run: give more steps, or a larger image."
         if said := self.comparison.busy():
             return f"No recommendation: {said}."
-        if not faster and any(row.speed >= WORTH for row in usable):
-            return (
-                "No recommendation: no method was faster in every round, as the times vary too much. Close what else "
-                "runs on this machine, or give more rounds."
-            )
         if not faster:
             return (
                 "Leave the pipeline untouched at this size on this machine: no method was faster in every round; "
@@ -257,28 +252,19 @@ def compared(studio: Studio) -> Iterator[Result]:
         trial = following
 
 
-class Pair(NamedTuple):
-    """Untouched and one other method."""
-
-    untouched: Row
-    own: Row
-    figures: str  # how many times as fast, and how close, in words
-    fault: str  # what is wrong with one of the images, in a sentence; empty otherwise
-
-
-def pair(trial: Trial) -> Pair:
-    """Return what a trial of one method did."""
+def pair(trial: Trial) -> tuple[Row, Row, str, str]:
+    """Return untouched and the one method of a trial, how fast and how close it is, and what is wrong with an image."""
     untouched, own = trial.rows
     figures = f"untouched {mean(untouched.times):.2f} s, patched {own.seconds:.2f} s"
     if found := untouched.fault or own.fault:
         fault = f"the {'untouched' if untouched.fault else 'patched'} image {found}"
-        return Pair(untouched, replace(own, fault=found), f"not compared ({figures})", fault)
+        return untouched, replace(own, fault=found), f"not compared ({figures})", fault
     if own.unchanged:
-        return Pair(untouched, own, f"{own.unchanged} ({figures})", "")
+        return untouched, own, f"{own.unchanged} ({figures})", ""
     figures += f": {own.speed_text()} times as fast (between two untouched runs, after a warm-up); "
     figures += f"PSNR {own.psnr_text()} dB"
     said = trial.comparison.busy()
-    return Pair(untouched, own, f"{figures}\n  {said}" if said else figures, "")
+    return untouched, own, f"{figures}\n  {said}" if said else figures, ""
 
 
 def _written(trial: Trial) -> Result:
@@ -348,14 +334,17 @@ class Sheet:
         columns = max(len(line.rows) for line in self.lines)
         size = max(line.rows[0].picture.size for line in self.lines)
         blank = Image.new("RGB", size, "white")  # where no method made another image of its own
-        was_busy = {line.model: bool(self.busy(line.model)) for line in self.lines}
-        images, captions = [], []
+        images, captions, title = [], [], TITLE
         for line in self.lines:
             missing = columns - len(line.rows)
             images += [row.picture.resize(size) for row in line.rows] + [blank] * missing
             captions += [(f"{line.model}, {line.rows[0].caption()[0]}", line.prompt)]
-            captions += [caption(row, was_busy[line.model]) for row in line.rows[1:]] + [("", "")] * missing
-        title = f"{TITLE}; {BUSY_TITLE}" if any(was_busy.values()) else TITLE
+            if was_busy := bool(self.busy(line.model)):
+                title = f"{TITLE}; {BUSY_TITLE}"
+            for row in line.rows[1:]:  # whose place promises a method that is faster
+                name, details = row.caption(was_busy)
+                captions.append((name, details if was_busy or row.speed > 1 else f"not faster: {details}"))
+            captions += [("", "")] * missing
         sheet = side_by_side(images, captions, title, columns)
         drawn = "one image each between two untouched ones" if self._again else f"{self._rounds} interleaved rounds"
         record = {"trials": [line.record for line in self.lines], "timing": f"{drawn}, after a warm-up of two steps"}
@@ -395,9 +384,3 @@ def chosen(rows: Sequence[Row]) -> list[Row]:
     fastest = max(usable, key=lambda row: row.speed)
     closest = max((row for row in usable if row.speed > 1), key=lambda row: row.psnr_db, default=fastest)
     return [rows[0], fastest] + [closest] * (closest is not fastest)
-
-
-def caption(row: Row, busy: bool) -> tuple[str, str]:
-    """Return the lines below an image of the sheet, whose place promises a method that is faster."""
-    name, details = row.caption(busy)
-    return name, details if busy or row.speed > 1 else f"not faster: {details}"

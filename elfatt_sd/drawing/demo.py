@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,11 +68,10 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
 
 
 class Demo:
-    """Pipelines that are loaded when they are first asked for; one image is drawn at a time."""
+    """Pipelines that are loaded when they are first asked for; the page draws one image at a time."""
 
     def __init__(self, load: Callable[[str], Any]) -> None:
         self._load = functools.cache(load)  # returns a pipeline by its name, as `load_pipeline` does
-        self._lock = threading.Lock()
 
     def draw(
         self,
@@ -92,16 +90,6 @@ class Demo:
         """
         if seed is None:
             raise ElfattError("there is no seed; give a whole number, such as 0.")
-        whole = None if steps is None else int(steps)
-        try:
-            config = PatchConfig.load(file) if file else method_named(method)
-            request = Request((prompt,), config, model=model, steps=whole, seed=int(seed), compare=True)
-            with self._lock:
-                return self._draw(self._load(model), request, on_step)
-        except Exception as error:
-            raise ElfattError(in_plain_words(error)) from error
-
-    def _draw(self, pipe: Any, request: Request, on_step: OnStep) -> tuple[tuple[Image.Image, Image.Image], str, str]:
         drawn = 0
 
         def tell(step: int, steps: int) -> None:
@@ -109,14 +97,21 @@ class Demo:
             on_step(drawn * steps + step, trial.images * steps)
             drawn += step == steps
 
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trial = Trial(Studio(pipe, request, Path(), tell), [request.config], 1, again=True)
-            remove_patch(pipe)
-            trial.warm_up()
-            for method in (*trial.configs, UNTOUCHED):  # a faulty image is shown, and said to be one
-                trial.times[method].append(trial.draw(method).seconds)
+        try:
+            config = PatchConfig.load(file) if file else method_named(method)
+            whole = None if steps is None else int(steps)
+            request = Request((prompt,), config, model=model, steps=whole, seed=int(seed), compare=True)
+            pipe = self._load(model)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trial = Trial(Studio(pipe, request, Path(), tell), [config], 1, again=True)
+                remove_patch(pipe)
+                trial.warm_up()
+                for name in (*trial.configs, UNTOUCHED):  # a faulty image is shown, and said to be one
+                    trial.times[name].append(trial.draw(name).seconds)
+            untouched, own, *said = pair(trial)
+            planned = plan(pipe, config, height=own.picture.height, width=own.picture.width)
+        except Exception as error:
+            raise ElfattError(in_plain_words(error)) from error
         own_warnings = dict.fromkeys(str(each.message) for each in caught if "elfatt-sd" in str(each.message))
-        untouched, own, *said = pair(trial)
-        planned = plan(pipe, request.config, height=own.picture.height, width=own.picture.width)
         return (untouched.picture, own.picture), "\n".join(filter(None, [*said, *own_warnings])), str(planned)

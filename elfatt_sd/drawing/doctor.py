@@ -96,24 +96,19 @@ def _optional_packages() -> Iterator[Finding]:
 
 
 def _self_check() -> Iterator[Finding]:
+    import torch
+
+    from elfatt_sd.attention import softmax
     from elfatt_sd.devices import accelerators
 
+    options: Any = {"agents": 6, "block_size": 16, "backend": "native"}
+    drawn = torch.randn(3, 2, 62, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+    expected = softmax.elfatt_attention(*drawn, **options)
     for device in ["cpu", *accelerators()]:
-        error = attention_error(device)
+        found = softmax.elfatt_attention(*drawn.float().to(device), **options).cpu().double()
+        error = float((found - expected).abs().max())
         value = f"ELFATT-SD attention is within {error:.1e} of its formula in float64 (accepted: {TOLERANCE:g})"
         if error <= TOLERANCE:
             yield Finding(device, value, "ok")
         else:
             yield Finding(device, value, "missing", "report this with the lines above")
-
-
-def attention_error(device: str) -> float:
-    """Return the largest difference between ELFATT-SD attention in float32 on a device and in float64 on the CPU."""
-    import torch
-
-    from elfatt_sd.attention import softmax
-
-    options: Any = {"agents": 6, "block_size": 16, "backend": "native"}
-    drawn = torch.randn(3, 2, 62, 4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
-    there = softmax.elfatt_attention(*drawn.float().to(device), **options).cpu().double()
-    return float((there - softmax.elfatt_attention(*drawn, **options)).abs().max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,13 +26,15 @@ def side_by_side(
     columns = min(columns or len(pictures), len(pictures))
     cell_width, cell_height = (max(side) for side in zip(*(picture.size for picture in pictures), strict=True))
     width = columns * (cell_width + MARGIN) + MARGIN
-    lines = _wrap(title, title_font, width - 2 * MARGIN)
+    letters = round((width - 2 * MARGIN) / title_font.getlength("n"))
+    lines = textwrap.wrap(title, letters, max_lines=TITLE_LINES, placeholder=" …")
     top = MARGIN + (len(lines) * round(size * 1.5) + MARGIN // 2 if lines else 0)
     row_height = cell_height + MARGIN + round(size * 3.0)
     sheet = Image.new("RGB", (width, top + -(-len(pictures) // columns) * row_height), PAPER)
     draw = ImageDraw.Draw(sheet)
     for number, line in enumerate(lines):
-        draw.text((MARGIN, MARGIN + number * round(size * 1.5)), line, INK, title_font)
+        fitted = _shorten(line, title_font, width - 2 * MARGIN)
+        draw.text((MARGIN, MARGIN + number * round(size * 1.5)), fitted, INK, title_font)
     for number, (picture, (name, details)) in enumerate(zip(pictures, captions, strict=True)):
         row, column = divmod(number, columns)
         left, above = MARGIN + column * (cell_width + MARGIN), top + row * row_height
@@ -60,18 +63,6 @@ def fault_of(pixels: Pixels, flagged: bool = False) -> str:
         return ""
     cause = "the safety checker" if flagged else "an overflow (give dtype float32 or bfloat16), or a safety checker"
     return f"is {'of one colour' if high.any() else 'black'}: {cause}"
-
-
-def _wrap(text: str, font: Font, width: int) -> list[str]:
-    lines: list[str] = []
-    for word in text.split():
-        if lines and font.getlength(f"{lines[-1]} {word}") <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(_shorten(word, font, width))
-    if len(lines) > TITLE_LINES:
-        lines = [*lines[: TITLE_LINES - 1], _shorten(" ".join(lines[TITLE_LINES - 1 :]), font, width)]
-    return lines
 
 
 def _shorten(text: str, font: Font, width: int) -> str:

@@ -43,8 +43,6 @@ from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.loading import make_scheduler, scheduler_class
 from elfatt_sd.patch import apply_patch, plan, restored, warn_if_slower
 
-LARGEST_FILE = 2**26  # bytes of a file of prompts
-
 
 @dataclass(frozen=True)
 class Request:
@@ -96,15 +94,10 @@ def check_sizes(height: int | None, width: int | None) -> None:
 def read_prompts(path: Path) -> tuple[str, ...]:
     """Read prompts from a text file, one a line; blank lines do not count."""
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-        lines = content.decode("utf-8-sig").splitlines()  # editors on Windows put a BOM first
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors on Windows put a BOM first
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ElfattError(f"prompt_file={str(path)!r} cannot be read ({reason}); give a text file.") from error
-    if len(content) > LARGEST_FILE:
-        size = f"{LARGEST_FILE // 2**20} MiB"
-        raise ElfattError(f"prompt_file={str(path)!r} is larger than {size}; give a text file with one prompt a line.")
     prompts = tuple(line.strip() for line in lines if line.strip())
     if not prompts:
         raise ElfattError(f"prompt_file={str(path)!r} is empty; give a text file with one prompt a line.")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -230,18 +228,6 @@ def transformer_width(config: Config) -> int:
 def decoder_widths(vae: Config) -> list[int]:
     widths = vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
     return list(widths or [vae["base_dim"] * times for times in vae.get("dim_mult") or ()])
-
-
-def dimensions_in(folder: Path) -> Dimensions | None:
-    """Read the dimensions off a pipeline directory; None where it does not tell them."""
-    configs: list[Any] = [{}] * 3
-    for number, part in enumerate(("unet", "transformer", "vae")):
-        with contextlib.suppress(OSError, ValueError):
-            configs[number] = json.loads((folder / part / "config.json").read_text(encoding="utf-8"))
-    try:
-        return Dimensions.of(configs[0] or configs[1], configs[2])
-    except (AttributeError, LookupError, TypeError, ValueError):
-        return None
 
 
 def dimensions_of_transformer(name: str) -> Dimensions:

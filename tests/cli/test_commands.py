@@ -48,8 +48,7 @@ def test_bench_shows_a_bar_that_counts_calls(monkeypatch: Any) -> None:
     assert max(map(len, plain(shown.stdout))) <= 80
 
 
-@pytest.mark.parametrize("command", ["generate", "try"])
-def test_what_is_finished_stays_when_it_is_stopped(model: Path, tmp_path: Path, monkeypatch: Any, command: str) -> None:
+def test_what_is_finished_stays_when_it_is_stopped(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     drawn, left = Studio.draw, iter([1, 2])
 
     def third_is_interrupted(self: Studio, *given: Any, **named: Any) -> Any:
@@ -58,18 +57,13 @@ def test_what_is_finished_stays_when_it_is_stopped(model: Path, tmp_path: Path, 
         return drawn(self, *given, **named)
 
     monkeypatch.setattr(Studio, "draw", third_is_interrupted)
-    words = [PROMPT, "--num-images", 3, "--model", model]
-    if command == "try":
-        words = [model, "a", "red", "star", "--method", "agent", "--method", "tome"]
-    result = call(command, *words, "--steps", 2, "--out", tmp_path)
+    methods = ["--method", "agent", "--method", "tome"]
+    result = call("try", model, "a", "red", "star", *methods, "--steps", 2, "--out", tmp_path)
     assert (result.exit_code, result.stderr) == (130, "error: stopped; what was finished stays\n")
     record = json.loads((tmp_path / "0001-a-red-star.json").read_text())
-    if command == "try":
-        assert [row["method"] for row in record["methods"]] == ["sd", "agent"]
-        assert re.findall(r"^([a-z-]+), round 1 of 2", result.stdout, re.MULTILINE) == ["untouched", "agent"]
-        assert "PSNR to untouched, dB" in result.stdout and "0001-a-red-star.png" in files(tmp_path)
-    else:
-        assert {path.stem for path in tmp_path.iterdir()} == {"0001-a-red-star", "0002-a-red-star"}
+    assert [row["method"] for row in record["methods"]] == ["sd", "agent"]
+    assert re.findall(r"^([a-z-]+), round 1 of 2", result.stdout, re.MULTILINE) == ["untouched", "agent"]
+    assert "PSNR to untouched, dB" in result.stdout and "0001-a-red-star.png" in files(tmp_path)
 
 
 def test_several_prompts_or_models_are_a_sheet(model: Path, tmp_path: Path) -> None:
@@ -89,7 +83,6 @@ def test_a_saved_configuration_can_be_used(model: Path, tmp_path: Path) -> None:
     saved = tmp_path / "my.json"
     result = call("patch", model, "--method", "agent", "--ratio", 0.2, "--save", saved)
     assert result.exit_code == 0, result.output
-    assert f"elfatt_sd.apply_patch(pipe, elfatt_sd.PatchConfig.load({str(saved)!r}))" in result.stdout
     config = elfatt_sd.PatchConfig.load(saved)
     assert config == elfatt_sd.PatchConfig.preset("agent", ratio=0.2)
     draw(model, tmp_path / "out", "--config", saved, "--set", "fp32_logits=true")
@@ -101,8 +94,6 @@ def test_patch_prints_the_plan_and_lines_that_run(model: Path) -> None:
     result = call("patch", model, "--ratio", 0.25, "--block-order", "curve")
     assert result.exit_code == 0, result.output
     assert "elfatt: patches 3 of 7 self-attention layers" in result.stdout
-    assert "256 tokens (16x16)" in result.stdout
-    assert "times as fast" in result.stdout
     lines = result.stdout.split("In Python:")[1]
     names: dict[str, Any] = {}
     exec("\n".join(line.strip() for line in lines.splitlines()), names)
@@ -112,15 +103,11 @@ def test_patch_prints_the_plan_and_lines_that_run(model: Path) -> None:
 def test_patch_as_json(model: Path) -> None:
     words = ["--method", "tome", "--height", 64, "--width", 48, "--allow-pickle", "--json"]
     data = json.loads(call("patch", model, *words).stdout)
-    assert (data["height"], data["width"]) == (32, 24)
-    assert sum(layer["patched"] for layer in data["layers"]) == 3
-    assert max(layer["tokens"] for layer in data["layers"]) == 32 * 24
-    assert data["multiply_adds_after"] < data["multiply_adds_before"]
+    assert (data["height"], data["width"], sum(layer["patched"] for layer in data["layers"])) == (32, 24, 3)
     assert data["python"][2:] == [
         f'pipe = elfatt_sd.load_pipeline("{model}", allow_pickle=True)',
         'elfatt_sd.apply_patch(pipe, "tome")',
     ]
-    assert json.loads(call("patch", "--json").stdout)["python"][2] == 'pipe = elfatt_sd.load_pipeline("toy")'
 
 
 def test_patch_of_a_shape_fits_a_terminal(monkeypatch: Any) -> None:

@@ -16,7 +16,7 @@ from support.checks import set_clock
 
 from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.drawing import compare
-from elfatt_sd.drawing.compare import Row, Sheet, Trial, caption, chosen, try_methods
+from elfatt_sd.drawing.compare import Row, Sheet, Trial, chosen, try_methods
 from elfatt_sd.drawing.pictures import PAPER, fault_of, psnr, side_by_side
 from elfatt_sd.drawing.studio import Request, Studio
 from elfatt_sd.errors import ElfattError
@@ -48,7 +48,6 @@ def test_all_methods_are_drawn_interleaved_and_written(pipe: Any, tmp_path: Path
     first, *others = trial.rows
     assert first.ratios == (1.0, 1.0) and first.psnr_db == math.inf
     assert all(row.psnr_db > 5 for row in others) and others[0].psnr_db < 100
-    assert others[0].ratios == tuple(a / b for a, b in zip(first.times, others[0].times, strict=True))
     path = trial.write(tmp_path)
     record = json.loads(path.with_suffix(".json").read_text())
     assert [row["method"] for row in record["methods"]] == list(METHODS)
@@ -83,7 +82,6 @@ def test_from_python_a_method_that_changed_nothing_says_so(pipe: Any) -> None:
         ((CLOSE, FAST, SLOW), "Use elfatt (1.30 times as fast, PSNR 35.0 dB): the closest to untouched of"),
         ((FAST,), "those that were faster in every round, and the fastest."),
         ((SLOW,), "Leave the pipeline untouched at this size"),
-        ((replace(SLOW, ratios=(0.8, 1.4)),), "No recommendation: no method was faster in every"),
         ((SAME,), "No method changed the image in this run"),
         ((BROKEN, CLOSE), "Use elfatt (1.30 times as fast"),
         ((replace(CLOSE, times=(19.0, 11.0)), FAST), "No recommendation: the machine was busy: equal runs took 11.00"),
@@ -94,15 +92,6 @@ def test_recommendations(monkeypatch: pytest.MonkeyPatch, pipe: Any, rows: tuple
     trial = trial_of(pipe)
     trial.times.update({row.method: list(row.times) for row in rows})
     assert says in trial.recommendation()
-
-
-def test_captions_give_ratios_and_what_is_wrong() -> None:
-    assert UNTOUCHED.caption() == ("untouched, 2.00 s", "")
-    assert SLOW.caption() == ("tome, 2.50 s", "1.00 (0.80 to 1.20) times as fast, PSNR 40.0 dB")
-    assert BROKEN.caption()[1] == "2.00 times as fast, no image"
-    assert caption(FAST, False) == ("elfatt-fast, 1.00 s", "2.00 times as fast, PSNR 25.0 dB")
-    assert caption(FAST, True) == ("elfatt-fast, 1.00 s", "machine busy, speed unknown, PSNR 25.0 dB")
-    assert caption(SLOWEST, False) == ("agent, 4.00 s", "not faster: 0.50 times as fast, PSNR 60.0 dB")
 
 
 @pytest.mark.parametrize(
@@ -120,29 +109,19 @@ def test_fastest_and_closest_of_the_faster_ones_are_on_a_sheet(tried: tuple[Row,
 
 
 @pytest.mark.parametrize(("last", "told"), [(2.2, False), (6.0, True)])
-def test_a_sheet_tells_of_a_busy_machine(
-    pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: float, told: bool
-) -> None:
+def test_a_sheet_tells_of_a_busy_machine(pipe: Any, tmp_path: Path, monkeypatch: Any, last: float, told: bool) -> None:
     """The last untouched image of the second prompt takes longer than its equals."""
     monkeypatch.setattr(compare, "LEAST", 0.0)
-    first, second = [9, 9, 2, 1, 2], [2, 1, last]  # the first prompt warms each method up
-    set_clock(monkeypatch, [*first, *second])
+    set_clock(monkeypatch, [*(9, 9, 2, 1, 2), *(2, 1, last)])  # the first prompt warms each method up
     drawn: list[Any] = []
     monkeypatch.setattr(compare, "side_by_side", lambda *given: drawn.append(given) or side_by_side(*given))
     sheet, seen = Sheet(lambda request: pipe, ["toy"], ["a cat", "a dog"], ["sd", "tome"], steps=2), list[str]()
     sheet.run(lambda step, steps: None, lambda said, fault: seen.append(said))
     assert len(seen) == sheet.images and seen[3].startswith("toy, a dog: untouched, round 1 of 1: 2.00 s")
-    assert [row.ratios for row in sheet.lines[1].rows[1:]] == [pytest.approx((2.0, last))]
     summary, *busy = sheet.summary()
     assert summary.startswith(f"toy, tome: 2.00 (2.00 to {last:.2f}) times as fast, PSNR ")
-    assert [line.partition(". ")[0] for line in busy] == [
-        "toy: the machine was busy: equal runs took 2.00 to 6.00 s"
-    ] * told
-    path = sheet.write(tmp_path)
-    assert [each["prompt"] for each in json.loads(path.with_suffix(".json").read_text())["trials"]] == [
-        "a cat",
-        "a dog",
-    ]
+    assert ["the machine was busy: equal runs took 2.00 to 6.00 s" in line for line in busy] == [True] * told
+    sheet.write(tmp_path)
     [(_, captions, title, columns)] = drawn
     assert ["busy" in details for _, details in captions] == [False, told, False, told]
     assert ("busy" in title, columns) == (told, 2)
@@ -177,18 +156,15 @@ def test_psnr_of_a_known_error() -> None:
         psnr(grey, Image.new("RGB", (8, 9)))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda pixels: pixels * 0, "is black: an overflow"),
-        (lambda pixels: pixels * 0 + 0.4, "is black"),
-        (lambda pixels: pixels * 0 + [7, 8, 9], "is of one colour"),
-        (lambda pixels: np.where(pixels == pixels.max(), math.nan, pixels), "is not finite"),
-        (lambda pixels: np.where(pixels == pixels.max(), math.inf, pixels), "is not finite"),
-        (lambda pixels: pixels, ""),
-    ],
-)
-def test_what_is_no_image_is_said(change: Any, says: str) -> None:
-    found = fault_of(change(np.random.default_rng(0).uniform(0, 255, (2, 4, 4, 3))))
-    assert found.startswith(says) and bool(found) == bool(says)
+def test_what_is_no_image_is_said() -> None:
+    pixels = np.random.default_rng(0).uniform(0, 255, (2, 4, 4, 3))
+    for given, says in (
+        (pixels * 0, "is black: an overflow"),
+        (pixels * 0 + 0.4, "is black"),
+        (pixels * 0 + [7, 8, 9], "is of one colour"),
+        (np.where(pixels == pixels.max(), math.nan, pixels), "is not finite"),
+        (np.where(pixels == pixels.max(), math.inf, pixels), "is not finite"),
+        (pixels, ""),
+    ):
+        assert fault_of(given).startswith(says) and bool(fault_of(given)) == bool(says)
     assert fault_of(np.zeros((1, 4, 4, 3)), flagged=True) == "is black: the safety checker"

@@ -1,33 +1,26 @@
-"""The demo: what it draws, and its page in a browser."""
+"""The demo: what it draws, and its page."""
 
 from __future__ import annotations
 
-import base64
 import importlib.util
-import itertools
-import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from support.checks import set_clock
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.drawing.demo import Demo
 from elfatt_sd.errors import ElfattError
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def test_both_images_and_their_figures(pipe: Any, tmp_path: Path) -> None:
@@ -73,84 +66,27 @@ def test_what_is_wrong_with_a_field_is_one_line(given: dict[str, Any], says: str
     assert "\n" not in str(caught.value)
 
 
-class Browser:
-    """A page in Chromium, through its debugging protocol."""
+@pytest.mark.browser
+@pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="gradio is not installed")
+def test_the_page_draws() -> None:
+    """Through the interface that its own button uses."""
+    from gradio_client import Client
 
-    def __init__(self, address: str, folder: Path) -> None:
-        from websockets.sync.client import connect
-
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
-        self._process = subprocess.Popen(
-            [str(CHROMIUM), *options, f"--user-data-dir={folder}", "--window-size=1400,1000", address],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        port = wait(lambda: (folder / "DevToolsActivePort").read_text().split()[0])
-        pages = wait(lambda: json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list")))
-        target = next(page for page in pages if page["type"] == "page")
-        self._open = ExitStack()
-        self._socket = self._open.enter_context(connect(target["webSocketDebuggerUrl"], max_size=None))
-        self._numbers = itertools.count(1)
-
-    def call(self, method: str, **given: Any) -> Any:
-        number = next(self._numbers)
-        self._socket.send(json.dumps({"id": number, "method": method, "params": given}))
-        while (said := json.loads(self._socket.recv())).get("id") != number:
-            pass
-        return said["result"]
-
-    def run(self, code: str) -> Any:
-        return self.call("Runtime.evaluate", expression=code)["result"].get("value")
-
-    def close(self) -> None:
-        self._open.close()
-        self._process.kill()
-        self._process.wait()
-
-
-def wait(look: Callable[[], Any]) -> Any:
-    """Return what is found, as soon as it is there."""
-    for _ in range(1200):
-        try:
-            if found := look():
-                return found
-        except (OSError, IndexError, ValueError):
-            pass
-        time.sleep(0.1)
-    raise AssertionError("it never came")
-
-
-@contextmanager
-def served(*options: str) -> Iterator[str]:
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    program = "from elfatt_sd.cli import main; main()"
-    command = [sys.executable, "-c", program, "demo", "--port", str(port), *options]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    address = f"http://127.0.0.1:{port}"
-    try:
-        wait(lambda: urllib.request.urlopen(address).status == 200)
-        yield address
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
-@pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="gradio is not installed")
-def test_the_page_draws_in_a_browser(tmp_path: Path) -> None:
-    with served("--steps", "3") as address, closing(Browser(address, tmp_path / "profile")) as browser:
-        wait(lambda: browser.run("document.querySelector('#draw') !== null"))
-        browser.run("document.querySelector('#draw').click()")
-        said = wait(lambda: browser.run("document.querySelector('#figures textarea').value"))
-        assert "times as fast" in said
-        assert wait(lambda: browser.run("document.querySelectorAll('#images img').length")) >= 2
-        shot = base64.b64decode(browser.call("Page.captureScreenshot", format="png")["data"])
-        (tmp_path / "page.png").write_bytes(shot)
-        outside = browser.run(
-            "performance.getEntriesByType('resource').map(r => r.name).filter(n => !n.startsWith(location.origin)"
-            " && !n.startsWith('data:') && !n.startsWith('blob:')).join(' ')"
-        )
-        assert not outside, "it asks nothing of the network"
+    program = f"from elfatt_sd.cli import app; app(['demo', '--port', '{port}'])"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, env=environment) as process:
+        try:
+            for _ in range(1200):
+                with closing(socket.socket()) as page:
+                    if not page.connect_ex(("127.0.0.1", port)):
+                        break
+                time.sleep(0.1)
+            client = Client(f"http://127.0.0.1:{port}", verbose=False)
+            images, figures, plan = client.predict("toy", "a red star", "tome", None, 3, 0, api_name="/draw")
+        finally:
+            process.kill()
+    assert "times as fast" in figures and "down_blocks" in plan
+    assert not np.array_equal(*(np.asarray(Image.open(each)) for each in images))

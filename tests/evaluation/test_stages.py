@@ -279,6 +279,7 @@ def test_reference_says_what_it_found(
     ("words", "parts"),
     [
         (("--limit", "1"), ("1 image a row has no distance", "at least 2")),
+        (("--set", "height=33"), ("height=33 is not accepted",)),
         (("--set", "steps=5000"), ("steps=5000 is not accepted; give a whole number from 1 to 1000",)),
         (("--set", "steps=6", "--out", "RUN"), ("steps: 4 there, 6 here", "--reuse")),
         (("--reference", ""), ("reference.source is missing",)),
