@@ -23,7 +23,7 @@ from support.transformer_rows import qwen_controlnet, sd3_controlnet
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase
 from elfatt_sd.families import FAMILIES, Given, family_of
-from elfatt_sd.families.timesteps import FRACTION, RISING
+from elfatt_sd.families.base import FRACTION, RISING
 from elfatt_sd.methods import Grid
 
 
