@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,42 +80,32 @@ def test_steps_outside_the_phases_are_bit_identical(pipe: Any) -> None:
 
 
 def test_a_patch_replaces_another_unless_it_fails(pipe: Any) -> None:
+    """A context goes back to the outer patch, also after an exception."""
     before = processors(pipe)
     elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)
     with pytest.raises(ElfattError):
         elfatt_sd.apply_patch(pipe, "elfatt", ratio=2)
     assert config_of(pipe) == PatchConfig.preset("tome")
-    elfatt_sd.apply_patch(pipe, "elfatt")
-    both = picture_of(pipe)
-    assert len(pipe.unet._forward_pre_hooks) == 1
+    with pytest.raises(RuntimeError, match="stop"), elfatt_sd.patched(pipe, "agent") as plan:
+        assert sum(layer.patched for layer in plan.layers) == 3
+        with elfatt_sd.patched(pipe, "elfatt"):
+            both = picture_of(pipe)
+            assert elfatt_sd.is_patched(pipe.unet) and len(pipe.unet._forward_pre_hooks) == 1
+        assert config_of(pipe) == PatchConfig.preset("agent")
+        raise RuntimeError("stop")
+    assert config_of(pipe) == PatchConfig.preset("tome")
     elfatt_sd.apply_patch(pipe, "sd")  # the untouched pipeline
-    assert processors(pipe) == before and config_of(pipe) is None
+    assert all(processors(pipe)[name] is old for name, old in before.items()) and config_of(pipe) is None
     elfatt_sd.remove_patch(pipe)  # once more does no harm
     elfatt_sd.apply_patch(pipe, "elfatt")
     assert torch.equal(picture_of(pipe), both)
-
-
-def test_contexts_return_to_the_outer_patch_also_after_an_exception(pipe: Any) -> None:
-    before = processors(pipe)
-    with pytest.raises(RuntimeError, match="stop"), elfatt_sd.patched(pipe, "tome", ratio=0.5) as plan:
-        assert sum(layer.patched for layer in plan.layers) == 3
-        with elfatt_sd.patched(pipe, "elfatt"):
-            assert elfatt_sd.is_patched(pipe.unet)
-        assert config_of(pipe) == PatchConfig.preset("tome")
-        raise RuntimeError("stop")
-    assert config_of(pipe) is None
-    assert all(processors(pipe)[name] is old for name, old in before.items())
-
-
-def with_controlnet(pipe: Any, net: Any) -> Any:
-    return like(diffusers.StableDiffusionControlNetPipeline, pipe, controlnet=net)
 
 
 def test_a_context_leaves_what_shares_its_unet_as_it_was(pipe: Any) -> None:
     """A pipeline with a ControlNet, built around the UNet of a patched one."""
     elfatt_sd.apply_patch(pipe, "elfatt")
     before, net = picture_of(pipe, 5), tiny.controlnet(pipe.unet)
-    other = with_controlnet(pipe, net)
+    other = like(diffusers.StableDiffusionControlNetPipeline, pipe, controlnet=net)
     other.scheduler = copy.deepcopy(pipe.scheduler)
     with elfatt_sd.patched(other, "tome"):
         assert elfatt_processors(net)
@@ -134,38 +125,31 @@ def test_results_depend_on_nothing_that_ran_before_and_move_no_global_state(pipe
         assert torch.equal(picture_of(pipe), fresh)
 
 
-def note_states(pipe: Any, note: Any) -> None:
-    """Have the state of every layer noted after each call of the UNet."""
-
-    def after(*_: Any) -> None:
-        for state in patch.latest.states.values():
-            note(state)
-
-    patch = pipe.unet.elfatt_patch
-    patch._handles.append(pipe.unet.register_forward_hook(after))
+def states_of(pipe: Any, config: PatchConfig, **options: Any) -> list[Any]:
+    """The states of all layers in all calls of a picture."""
+    found: list[Any] = []
+    with elfatt_sd.patched(pipe, config):
+        handle = pipe.unet.register_forward_hook(
+            lambda *_: found.extend(pipe.unet.elfatt_patch.latest.states.values()), prepend=True
+        )
+        picture_of(pipe, **options)
+        handle.remove()
+    return found
 
 
 def test_draws_differ_by_step_and_layer_and_are_shared_by_the_batch(pipe: Any) -> None:
-    drawn: dict[tuple[int, int], torch.Tensor] = {}
-    elfatt_sd.apply_patch(pipe, "tome", ratio=0.5)
-    note_states(
-        pipe, lambda state: drawn.update({(state.call.step, state.index): state.split.places[state.split.sources :]})
-    )
+    """Blocks and samples are drawn in every step or once."""
     for batch in (1, 2, 3):  # prompts; odd batches and no guidance keep their random destinations
-        drawn.clear()
-        picture_of(pipe, prompt=["a"] * batch, guidance_scale=1.0 if batch == 3 else 3.0)
+        options = {"prompt": ["a"] * batch, "guidance_scale": 1.0 if batch == 3 else 3.0}
+        states = states_of(pipe, PatchConfig.preset("tome"), **options)
+        drawn = {(each.call.step, each.index): each.split.places[each.split.sources :] for each in states}
         assert len({tuple(choice.tolist()) for choice in drawn.values()}) == len(drawn) > 3
         assert all(choice.ndim == 1 and choice.unique().numel() > 1 for choice in drawn.values())
-
-
-@pytest.mark.parametrize("redraw", [True, False])
-@pytest.mark.parametrize(("attention", "part"), [("sampled", "keys"), ("block", "order")])
-def test_blocks_and_samples_are_drawn_in_every_step_or_once(pipe: Any, attention: Any, part: str, redraw: bool) -> None:
-    phase, drawn = Phase(1.0, attention, block_size=16, block_order="spread", redraw=redraw), list[torch.Tensor]()
-    elfatt_sd.apply_patch(pipe, PatchConfig("drawn", (phase,)))
-    note_states(pipe, lambda state: drawn.append(getattr(state.prepared, part)) if state.index == 0 else None)
-    picture_of(pipe, steps=3)
-    assert [torch.equal(drawn[0], other) for other in (drawn[1], drawn[-1])] == [not redraw] * 2
+    for redraw, (attention, part) in itertools.product([True, False], [("sampled", "keys"), ("block", "order")]):
+        phase = Phase(1.0, attention, block_size=16, block_order="spread", redraw=redraw)  # type: ignore[arg-type]
+        states = states_of(pipe, PatchConfig("drawn", (phase,)))
+        first, *others = [getattr(state.prepared, part) for state in states if state.index == 0]
+        assert [torch.equal(first, other) for other in (others[0], others[-1])] == [not redraw] * 2
 
 
 @pytest.mark.parametrize("method", ACTIVE)
@@ -195,52 +179,48 @@ def test_reused_matchings_are_computed_once(pipe: Any, monkeypatch: pytest.Monke
         assert len(counted) == expected, settings
 
 
+NOT_PATCHED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: None, "NoneType has no UNet"),
+    (lambda: torch.nn.Linear(2, 2), "Linear cannot be patched"),
+    (lambda: diffusers.StableDiffusionPipeline, "StableDiffusionPipeline is a class; give an instance"),
+    (lambda: diffusers.UNet2DConditionModel, "UNet2DConditionModel is a class; give an instance"),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), NOT_PATCHED, ids=[says.partition(" ")[0] for _, says in NOT_PATCHED])
+def test_what_cannot_be_patched(make: Callable[[], Any], says: str) -> None:
+    functions: list[Any] = [elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan, elfatt_sd.is_patched]
+    functions += [functools.partial(elfatt_sd.tune, closeness=30), lambda target: elfatt_sd.patched(target).__enter__()]
+    for function in functions:
+        with pytest.raises(ElfattError, match=says):
+            function(make())
+
+
 def test_no_layer_that_could_be_patched(folder: Path) -> None:
     pipe = tiny.sdxl(folder)
-    before = processors(pipe)
     with pytest.raises(ElfattError, match=r"max_downsample=1; this UNet has some at 2, 4\. Give"):
         elfatt_sd.apply_patch(pipe, "tome", max_downsample=1)
-    assert processors(pipe) == before
+    assert not elfatt_processors(pipe.unet)
     without = {"down_block_types": ("DownBlock2D",) * 3, "up_block_types": ("UpBlock2D",) * 3, "mid_block_type": None}
     with pytest.raises(ElfattError, match="the UNet has no self-attention layer over the image; there is nothing"):
         elfatt_sd.apply_patch(tiny.unet(**without), "tome")
 
 
-@pytest.mark.parametrize(
-    ("target", "says"),
-    [
-        (None, "NoneType has no UNet"),
-        (torch.nn.Linear(2, 2), "Linear cannot be patched"),
-        (diffusers.StableDiffusionPipeline, "StableDiffusionPipeline is a class; give an instance"),
-        (diffusers.UNet2DConditionModel, "UNet2DConditionModel is a class; give an instance"),
-    ],
-    ids=str,
-)
-def test_targets_that_are_no_pipeline(target: Any, says: str) -> None:
-    tuning = functools.partial(elfatt_sd.tune, closeness=30)
-    functions: list[Any] = [elfatt_sd.apply_patch, elfatt_sd.remove_patch, elfatt_sd.plan, elfatt_sd.is_patched, tuning]
-    for function in (*functions, lambda target: elfatt_sd.patched(target).__enter__()):
-        with pytest.raises(ElfattError, match=says):
-            function(target)
-
-
 def test_what_has_no_effect_is_warned_of_once(pipe: Any) -> None:
-    untouched = picture_of(pipe)
+    """At the caller's line; not for the untouched pipeline, as a loop over methods patches it."""
     for method, settings in (("tome", {"agents": 7}), (PatchConfig.preset("tome", agents=7), {})):
         with pytest.warns(UserWarning) as warned:
             elfatt_sd.apply_patch(pipe, method, **settings)
         assert [str(each.message) for each in warned] == ["elfatt-sd: method 'tome' has no setting agents."]
         assert warned[0].filename == __file__
-    with pytest.warns(UserWarning) as warned, elfatt_sd.patched(pipe, "tome", agents=7):
+    with pytest.warns(UserWarning, match="no setting agents") as warned, elfatt_sd.patched(pipe, "tome", agents=7):
         pass
     assert len(warned) == 1
-    elfatt_sd.apply_patch(pipe, "sd", block_size=64)  # of the untouched pipeline: as a loop over methods does
+    elfatt_sd.apply_patch(pipe, "sd", block_size=64)
     for given in ({"method": "tome"}, {"method": "elfatt", "active_fraction": 0.0}):
         with pytest.warns(UserWarning, match=f"with ratio=0.*, method '{given['method']}' approximates nothing"):
             elfatt_sd.apply_patch(pipe, ratio=0, **given)
-        assert not elfatt_sd.is_patched(pipe) and torch.equal(picture_of(pipe), untouched)
-    with pytest.warns(UserWarning, match="method 'elfatt-fast' has no setting stride"):
-        elfatt_sd.plan(pipe, "elfatt-fast", stride=3)
+        assert not elfatt_sd.is_patched(pipe)
     elfatt_sd.apply_patch(pipe, "tome", stride=64)
     with pytest.warns(UserWarning, match="no token of 16x16 can be merged by tome, whose attention is exact there"):
         picture_of(pipe, steps=2)
@@ -253,7 +233,7 @@ NEW = "came into it after apply_patch, and has no patch; call apply_patch again"
 
 def test_a_controlnet_that_comes_later_is_named_when_it_draws(pipe: Any) -> None:
     one, two, given = tiny.controlnet(pipe.unet), tiny.controlnet(pipe.unet), {"image": torch.rand(1, 3, 32, 32)}
-    guided = with_controlnet(pipe, one)
+    guided = like(diffusers.StableDiffusionControlNetPipeline, pipe, controlnet=one)
     elfatt_sd.apply_patch(guided, "tome")
     picture_of(guided, **given)
     guided.controlnet = two
@@ -264,16 +244,6 @@ def test_a_controlnet_that_comes_later_is_named_when_it_draws(pipe: Any) -> None
     assert not elfatt_processors(one) and not elfatt_processors(two)
 
 
-@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
-def test_copies_of_a_pipeline_know_what_was_patched(pipe: Any, twin_of: Any) -> None:
-    elfatt_sd.apply_patch(pipe, "tome")
-    twin = twin_of(pipe)
-    own, twin.unet = twin.unet, tiny.unet()
-    with pytest.warns(UserWarning, match=NEW):
-        elfatt_sd.remove_patch(twin)
-    assert not elfatt_sd.is_patched(own) and elfatt_sd.is_patched(pipe)
-
-
 @pytest.fixture
 def exchanged(pipe: Any) -> Iterator[Any]:
     """The pipeline, which has its own UNet again after the test."""
@@ -282,34 +252,41 @@ def exchanged(pipe: Any) -> Iterator[Any]:
     pipe.unet = first
 
 
-def test_what_a_pipeline_no_longer_holds_is_put_back(exchanged: Any) -> None:
-    pipe, first, other, untouched = exchanged, exchanged.unet, tiny.unet(), picture_of(exchanged)
-    before = processors(pipe)
-    elfatt_sd.apply_patch(pipe, "elfatt")
-    pipe.unet = other
+@pytest.mark.parametrize("twin_of", [None, copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_what_a_pipeline_no_longer_holds_is_put_back(exchanged: Any, twin_of: Any) -> None:
+    """Of a copy too; the pipeline that it is of stays patched."""
+    untouched = picture_of(exchanged)
+    elfatt_sd.apply_patch(exchanged, "elfatt")
+    pipe = exchanged if twin_of is None else twin_of(exchanged)
+    first, pipe.unet = pipe.unet, tiny.unet()
     with pytest.warns(UserWarning, match=f"the unet of this StableDiffusionPipeline {NEW}"):
         assert not elfatt_sd.is_patched(pipe)
     assert not elfatt_sd.is_patched(pipe)  # said once: warnings are errors here
-    elfatt_sd.remove_patch(pipe)
-    assert not (elfatt_sd.is_patched(first) or elfatt_sd.is_patched(other))
-    pipe.unet = first
-    assert all(processors(pipe)[name] is old for name, old in before.items())
-    assert torch.equal(picture_of(pipe), untouched)
-    elfatt_sd.apply_patch(pipe, "elfatt")
-    pipe.unet = other
     elfatt_sd.apply_patch(pipe, "tome")  # as asked for: without a word
-    assert not elfatt_sd.is_patched(first) and config_of(other) == PatchConfig.preset("tome")
+    assert not elfatt_sd.is_patched(first) and config_of(pipe.unet) == PatchConfig.preset("tome")
     elfatt_sd.remove_patch(pipe)
+    assert twin_of is None or elfatt_sd.is_patched(exchanged)
+    elfatt_sd.remove_patch(exchanged)
+    assert not (elfatt_sd.is_patched(pipe) or elfatt_processors(first))
+    pipe.unet = first
+    assert torch.equal(picture_of(pipe), untouched)
 
 
 @pytest.mark.parametrize("gone", [None, torch.nn.Linear(1, 1)], ids=["none", "unknown"])
 def test_a_pipeline_without_its_unet_is_put_back(exchanged: Any, gone: Any) -> None:
-    first = exchanged.unet
+    """But not what another pipeline has patched since."""
+    first, sharing = exchanged.unet, like(diffusers.StableDiffusionImg2ImgPipeline, exchanged)
     with elfatt_sd.patched(exchanged, "tome"):
         exchanged.unet = gone
+        with elfatt_sd.patched(sharing, "elfatt"):
+            elfatt_sd.apply_patch(sharing, "elfatt-fast")
+        assert config_of(first) == PatchConfig.preset("tome")
     assert not elfatt_sd.is_patched(first)
+    elfatt_sd.apply_patch(sharing, "elfatt")
     with pytest.raises(ElfattError):
         elfatt_sd.remove_patch(exchanged)
+    assert config_of(first) == PatchConfig.preset("elfatt")
+    elfatt_sd.remove_patch(sharing)
 
 
 def test_nested_contexts_around_an_exchange(exchanged: Any) -> None:
@@ -326,17 +303,3 @@ def test_nested_contexts_around_an_exchange(exchanged: Any) -> None:
     del other
     gc.collect()
     assert held() is None, "nothing keeps what was exchanged"
-
-
-def test_what_another_pipeline_has_patched_since_stays_patched(exchanged: Any) -> None:
-    first, sharing = exchanged.unet, like(diffusers.StableDiffusionImg2ImgPipeline, exchanged)
-    elfatt_sd.apply_patch(exchanged, "tome")
-    exchanged.unet = None
-    with elfatt_sd.patched(sharing, "elfatt"):
-        elfatt_sd.apply_patch(sharing, "elfatt-fast")
-    assert config_of(first) == PatchConfig.preset("tome")
-    elfatt_sd.apply_patch(sharing, "elfatt")
-    with pytest.raises(ElfattError):
-        elfatt_sd.remove_patch(exchanged)
-    assert config_of(first) == PatchConfig.preset("elfatt")
-    elfatt_sd.remove_patch(sharing)

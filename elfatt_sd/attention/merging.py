@@ -22,6 +22,7 @@ from elfatt_sd.devices import memory_of
 _CHUNK = {"cpu": (1 << 21, 512), "gpu": (1 << 25, 128)}
 _FRACTION = 1 / 64
 _FOLD = 16
+BAGS = ("cpu", "cuda", "meta")  # devices that average bags of rows
 
 
 class Split(NamedTuple):
@@ -79,7 +80,7 @@ class Matching:
         rows = x.reshape(batch * tokens, channels)
         if x.dtype == torch.float16 and x.device.type == "cpu":
             rows = rows.float()  # on a CPU the sum before the mean is rounded to the dtype, where it can overflow
-        if has_bags(x.device.type):
+        if x.device.type in BAGS:
             if self._members is None:  # the tokens sorted by group, and the start of each group in that list
                 ordered, order = self._rows.sort()
                 starts = torch.searchsorted(ordered, _numbers(batch * merged, x.device), out_int32=True)
@@ -198,22 +199,6 @@ def _elements(device: torch.device) -> int:
 @functools.cache
 def _whole_memory(device: torch.device) -> float:
     return memory_of(device)[0]
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def has_bags(kind: str) -> bool:
-    """Tell whether a kind of device knows how to average bags of rows, as MPS does since PyTorch 2.15."""
-    return kind in ("cpu", "cuda", "meta") or _tried_bags(kind)
-
-
-@functools.cache
-def _tried_bags(kind: str) -> bool:
-    zero = torch.zeros(1, dtype=torch.int32, device=kind)
-    try:
-        F.embedding_bag(zero, torch.zeros(1, 1, dtype=torch.float32, device=kind), zero, mode="mean")
-    except RuntimeError:  # NotImplementedError is one
-        return False
-    return True
 
 
 def _row_maximum(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,6 +45,7 @@ from elfatt_sd.devices import standard_normal
 from elfatt_sd.drawing.running import check_steps, dimensions_of, exact_size, look_at, warn_if_too_large
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
+from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.families.shapes import (
     SHAPE_VAE,
     TRANSFORMERS,
@@ -59,9 +60,11 @@ from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
 from elfatt_sd.methods import AttentionName, Blocks, Draws, Softmax, attentions, is_own
 from elfatt_sd.phases import EXACT, Backend, Phase
-from elfatt_sd.runtime.call import attend
-from elfatt_sd.runtime.exact_run import StandaloneLayer
-from elfatt_sd.runtime.schedule import Position
+from elfatt_sd.runtime.call import Call as PatchCall
+from elfatt_sd.runtime.call import LayerCall, attend
+from elfatt_sd.runtime.denoiser import Patch
+from elfatt_sd.runtime.layer import Layers
+from elfatt_sd.runtime.processor import approximate
 
 Move = Callable[[Tensor], Tensor]
 MakeCall = Callable[[Any, Mapping[str, Any], Variant], Call]
@@ -308,14 +311,17 @@ def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, d
         merge, unmerge = tomesd_matching(block_input, side, 0.5, 2)
         return unmerge(attention(merge(x)))
 
-    def step(patched: StandaloneLayer) -> Tensor:  # what a layer costs in a denoising step: draw, then attend
-        patched.begin(Position(0, 1), (batch, 4, side, side), block_input)
-        return patched(x)
+    def step(state: LayerCall, phase: Phase) -> Tensor:  # what a layer costs in a denoising step: draw, then attend
+        state.begin(phase, 0, x.device)
+        state.block_input = block_input
+        return approximate(PlainProjections(attention, x), state, phase, x)
 
     calls: dict[str, Call] = {Softmax.name: functools.partial(attention, x), _PEER: merged_by_peer}
+    layer = SelfAttention("layer", attention, None, 1)
     for name, phase in layer_phases(block_size).items():
-        own = StandaloneLayer(SelfAttention("layer", attention, None, 1), PatchConfig(phases=(phase,)))
-        calls[name] = functools.partial(step, own)
+        patch = Patch(PatchConfig(phases=(phase,)), Layers([layer], [layer]))
+        state = LayerCall(patch.layers[0], PatchCall(patch.config), Grid.image(side, side))
+        calls[name] = functools.partial(step, state, phase)
     return calls
 
 

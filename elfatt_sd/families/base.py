@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families.timesteps import FRACTION
 from elfatt_sd.methods import Grid
 
 Module = TypeVar("Module", bound=nn.Module)
 Fill = Callable[..., Tensor]
+FRACTION, RISING = 0, 1  # units of a timestep: what is left of the run, and how much of it is done
 STEP = 720  # of 1000: the first of those that share something, whether 2, 3, 4, 5, 6 or 8 do
 
 
@@ -33,7 +33,7 @@ class Given:
     _: KW_ONLY
     before: int = 0  # tokens of text before those of the image, in the sequence that attention sees
     frames: int = 1  # of a clip, each of which is a row of the layers' batch
-    unit: int | None = None  # of the timestep, of `timesteps.other_units`; None for timesteps
+    unit: int | None = None  # of the timestep, of `runtime.schedule`; None for timesteps
     partial: bool = False  # whether the call leaves out some layers
     differentiated: bool = False  # whether it has gradients, for which a checkpoint may compute it once more
     compiled: bool = False  # whether `torch.compile` serves it or a part of it

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from elfatt_sd.attention.ordering import NO_GRID
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families.base import Family, Fill, Given, SelfAttention, some_timestep
+from elfatt_sd.families.base import FRACTION, RISING, Family, Fill, Given, SelfAttention, some_timestep
 from elfatt_sd.families.joint import JointFamily, grid_of_ids, named
-from elfatt_sd.families.timesteps import FRACTION, RISING
 from elfatt_sd.methods import Grid
 
 

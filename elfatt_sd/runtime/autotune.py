@@ -66,13 +66,6 @@ class Decision:
         return times if self.pays else f"left alone: {times}" + ", undecided" * (not self.settled)
 
 
-_COMPILED = Decision(obstacle="not measured, because torch.compile was applied")
-_OFFLOADED = Decision(obstacle="not measured, because its weights are offloaded")
-_NO_WEIGHTS = Decision(obstacle="not measured, because the model has no weights")
-_MERGED = Decision(obstacle="not measured, because it merges tokens of an image that is joined with text")
-_NO_MEMORY = Decision(obstacle="memory ran out in the measurement")
-
-
 class Decisions:
     """Decisions made on this machine, in memory and in a file that processes share."""
 
@@ -123,7 +116,7 @@ class Tuner:
         """Look a decision up, or measure it; `state` must know its grid and stays as it is."""
         around = modules_around(self._denoiser, [state.layer.name])
         if self.compiling or any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in around):
-            return _COMPILED
+            return Decision(obstacle="not measured, because torch.compile was applied")
         key = self._key(state, phase, sample)
         decision = self._decisions.get(key)
         if decision is None:
@@ -132,7 +125,7 @@ class Tuner:
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                decision = _NO_MEMORY
+                decision = Decision(obstacle="memory ran out in the measurement")
             self._decisions.put(key, decision)
         return decision
 
@@ -147,9 +140,9 @@ class Tuner:
 
     def _measure(self, state: LayerCall, phase: Phase, sample: Tensor) -> Decision:
         if sample.device.type == "meta":
-            return _NO_WEIGHTS
+            return Decision(obstacle="not measured, because the model has no weights")
         if state.layer.joint and phase.merge.ratio:
-            return _MERGED
+            return Decision(obstacle="not measured, because it merges tokens of an image that is joined with text")
         twin, uses = copy.copy(state), 1
         twin.call = Call(state.call.config)  # so that the matchings of the real call stay
         if state.layer.joint:  # projections are the same with and without the patch
@@ -161,7 +154,7 @@ class Tuner:
             query: Any = state.layer.attention.to_q
             brought = any(hasattr(query, name) for name in ("_hf_hook", "_diffusers_hook"))  # for each call of it
             if query.weight.device != sample.device and not brought:
-                return _OFFLOADED
+                return Decision(obstacle="not measured, because its weights are offloaded")
             exact, approximated = _layer_alone(twin, phase, sample)
             uses = _uses(state, phase)
         kept = twin.begin(phase, 0, sample.device) and sample.device.type not in AT_ONCE

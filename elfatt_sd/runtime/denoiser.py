@@ -177,7 +177,10 @@ class Patch:
         """Forward pre-hook of the denoiser: find the step and prepare the layers."""
         refuse_context_parallel(self.module)  # before the first step, which may well be exact
         given = self._family.call(self.module, args, kwargs)
-        self._find_step(replace(given, differentiated=_differentiated(args, kwargs)), args, kwargs)
+        learning = torch.is_grad_enabled() or any(
+            getattr(each, "requires_grad", False) for each in leaves([args, kwargs])
+        )
+        self._find_step(replace(given, differentiated=learning), args, kwargs)
         if self.call is not None:
             self.call.module = module
 
@@ -451,7 +454,3 @@ class _Forward:
                     setattr(holder, name, self.__wrapped__)
         if self._replaced is None and vars(self._module).get("forward") == self.__wrapped__:
             del self._module.forward
-
-
-def _differentiated(*inputs: Any) -> bool:
-    return torch.is_grad_enabled() or any(getattr(each, "requires_grad", False) for each in leaves(inputs))

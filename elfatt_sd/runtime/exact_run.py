@@ -1,8 +1,7 @@
-"""Layers that are watched in a run that stays untouched, and one that is patched outside of any pipeline."""
+"""Layers that are watched in a run that stays untouched."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.config import LayerPhases, PatchConfig
-from elfatt_sd.families import Given, SelfAttention, copy_structure, takes_steps
+from elfatt_sd.families import takes_steps
 from elfatt_sd.phases import Phase
 from elfatt_sd.runtime.call import Call, LayerCall
 from elfatt_sd.runtime.denoiser import Owner, Patch
-from elfatt_sd.runtime.layer import Layers, PatchedLayer, after_forward, choose_layers, device_of
-from elfatt_sd.runtime.schedule import Position, Run, Schedule
+from elfatt_sd.runtime.layer import PatchedLayer, after_forward, choose_layers, device_of
+from elfatt_sd.runtime.schedule import Schedule
 
 _PLACEHOLDER = PatchConfig(
     "probe", residual_limit=10**6, per_layer=(LayerPhases("*", (Phase(1.0, "reuse", residual_steps=2),)),)
@@ -108,27 +107,3 @@ def image_of(output: Any, state: LayerCall) -> Tensor:
     given = given.flatten(2).transpose(1, 2) if given.ndim == 4 else given
     before = state.call.given.before if given.shape[1] > state.grid.tokens else 0
     return given[:, before : before + state.grid.tokens].detach()
-
-
-class StandaloneLayer:
-    """A copy of a layer with a method, to time it or to see its error; both have the same weights."""
-
-    def __init__(self, layer: SelfAttention, config: PatchConfig) -> None:
-        self._attention: Any = copy_structure(layer.attention)
-        copy = dataclasses.replace(layer, attention=self._attention)
-        self._patch = Patch(config, Layers([copy], [copy]))
-        self._patch.layers[0].install()
-
-    def begin(
-        self, position: Position, latent: torch.Size | tuple[int, ...], block_input: Tensor | None = None
-    ) -> None:
-        device = next(self._attention.parameters()).device
-        sample = torch.empty(1, dtype=torch.float32, device=device).expand(latent)
-        self._patch.begin(position, Run(), Given.latent(sample, position.step))
-        state = self._patch.layers[0].state
-        if state is not None:
-            state.block_input = block_input
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        output: Tensor = self._attention(hidden_states)
-        return output

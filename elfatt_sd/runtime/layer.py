@@ -274,8 +274,9 @@ def stand_in(attention: nn.Module, moved: bool) -> str:
         if not isinstance(mode, DeviceContext):  # of torch.set_default_device
             return f"{type(mode).__name__} stands in the place of torch functions"
     for name in ("to_q", "to_k", "to_v") if moved else ():
-        if hooks := _foreign_hooks(getattr(attention, name, None)):
-            return f"diffusers' {hooks[0]} is at its {name}"
+        for hook in _hooks_of(getattr(attention, name, None)):
+            if not any(word in hook for word in _OF_WEIGHTS):
+                return f"diffusers' {hook} is at its {name}"
     return ""
 
 
@@ -296,10 +297,6 @@ def refuse_context_parallel(module: nn.Module) -> None:
             "holds only a part of the image's tokens. Call elfatt_sd.remove_patch(pipe) if it is patched already, or "
             "load the model without context parallelism."
         )
-
-
-def _foreign_hooks(module: Any) -> list[str]:
-    return [hook for hook in _hooks_of(module) if not any(word in hook for word in _OF_WEIGHTS)]
 
 
 def _hooks_of(module: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import math
 import sys
 import threading
 import weakref
@@ -17,19 +18,25 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from elfatt_sd.devices import beneath_transforms, written
-from elfatt_sd.families import timesteps as units
+from elfatt_sd.families.base import FRACTION, RISING
 
 KEPT = 8  # runs of one thread that may go on, as of requests that a server interleaves
 _PASSED_OVER = ("elfatt_sd", "torch")  # packages whose functions hold no scheduler of their own
 _MOST_ENTRIES = 256  # of a container that are looked at
 _PLAIN = {int, float, str, bool, type(None), torch.Tensor, FunctionType, BuiltinFunctionType, MethodType, type}
+_TRAIN_STEPS = 1000  # of a schedule that is not known
+_SHORTEST = 3  # steps that make a tensor without a scheduler a schedule
+_LARGEST_NOISE = 100.0  # level of a scheduler that does not tell: more than models of latents are trained on
+_UNEVEN = 12  # times as wide as its neighbour a step of a schedule can be; among diffusers' schedulers it is 10
+_CLOSE = 1e-4  # relative difference of two values that are the same
+_NOISE_LEVELS = ("sigmas", "schedule", "discrete_sigmas")  # attributes of schedulers
 
 
 class Run:
     """A run over a schedule, as far as its steps follow each other one by one."""
 
     scheduler: weakref.ref[Any] | None = None  # the one whose schedule it is; None where no scheduler has it
-    unit: int | None = None  # which of `timesteps.other_units` its pipeline hands over; None for timesteps
+    unit: int | None = None  # which of `_other_units` its pipeline hands over; None for timesteps
     steps = 0  # of its schedule
     calls = calls_before = 0  # of its latest step, and of the step before
     copy: tuple[torch.Tensor, tuple[int, ...]] | None = None  # latest timestep on a device, and its place in memory
@@ -81,7 +88,7 @@ class _Found(NamedTuple):
     position: Position  # of the call
     schedule: torch.Tensor | None = None  # a tensor in the storage of the schedule
     scheduler: Any = None  # whose schedule it is; None where no scheduler has it
-    unit: int | None = None  # which of `timesteps.other_units` it is in; None for timesteps
+    unit: int | None = None  # which of `_other_units` it is in; None for timesteps
     copy: torch.Tensor | None = None  # the timestep, where the scheduler's counter told its step
 
 
@@ -160,11 +167,11 @@ class Schedule:
             if run.goes_on(own, step):
                 return _Found(Position(step, len(own)), own, scheduler, run.unit)
             return _Found(_position(step, self._on_host(own)), own, scheduler)
-        if length >= units.SHORTEST and not timestep.is_meta:
+        if length >= _SHORTEST and not timestep.is_meta:
             values = self._on_host(timestep.new_empty(0).set_(timestep.untyped_storage()))
-            falling = [1 - value for value in values] if unit == units.RISING else values
-            length = units.schedule_length(falling, self._caller())
-        return _Found(Position(step, length), timestep) if length >= units.SHORTEST and step < length else None
+            falling = [1 - value for value in values] if unit == RISING else values
+            length = _schedule_length(falling, self._caller())
+        return _Found(Position(step, length), timestep) if length >= _SHORTEST and step < length else None
 
     def _on_host(self, timesteps: torch.Tensor) -> list[float]:
         if timesteps.device.type == "cpu":
@@ -183,7 +190,7 @@ class Schedule:
         best, agrees = None, -1
         for group in self._known():
             for scheduler, timesteps in group:
-                found = self._on_schedule(value, units.rounding(timestep), scheduler, timesteps, unit, goes_on)
+                found = self._on_schedule(value, _rounding(timestep), scheduler, timesteps, unit, goes_on)
                 if found is not None and (more := self._agreement(found)) > agrees:
                     best, agrees = found, more
             if agrees > 1:  # it is this function's
@@ -196,14 +203,14 @@ class Schedule:
     def _off_schedule(self, value: float, unit: int | None, goes_on: bool) -> _Found:
         caller = self._caller()
         if unit is not None:  # a fraction of the run
-            whole = units.train_steps(caller)
-            value = whole * (value if unit == units.FRACTION else 1 - value)
-        place = None if self._noise_levels else units.place(value, caller, certain=unit is not None or goes_on)
+            whole = _train_steps(caller)
+            value = whole * (value if unit == FRACTION else 1 - value)
+        place = None if self._noise_levels else _place_of(value, caller, certain=unit is not None or goes_on)
         self._loop.value = None if place is None or unit is not None or isinstance(value, int) else value
         if place is None:
             self.run.strange = _timesteps(caller)
             return _Found(BEYOND)
-        return _Found(Position(place, units.train_steps(caller), scheduled=False))
+        return _Found(Position(place, _train_steps(caller), scheduled=False))
 
     def _on_schedule(
         self,
@@ -217,13 +224,13 @@ class Schedule:
         """Look a value up in all units, first in that of the run first; an `int` or a `plain` one is a timestep."""
         known, run = self._on_host(timesteps), self._run_over(timesteps)
         own = run.unit if run.is_over(timesteps) else None
-        others = () if isinstance(value, int) or plain else enumerate(units.other_units(scheduler, known))
+        others = () if isinstance(value, int) or plain else enumerate(_other_units(scheduler, known))
         strange = run.strange is timesteps and own is None  # what now is in one of those, is so by chance
         levels: dict[int | None, Sequence[float]] = {None: known, **(dict(others) if not strange else {})}
         if unit is not None:
-            levels = {unit: list(units.other_units(scheduler, known))[unit]}
+            levels = {unit: list(_other_units(scheduler, known))[unit]}
         for one in sorted(levels, key=lambda one: one != own):
-            steps = units.matches(levels[one], value, rounding)
+            steps = _steps_at(levels[one], value, rounding)
             counted = _counted(scheduler, timesteps) if rounding and len(steps) > 1 else None
             step = counted if counted in steps else self._choose(steps, timesteps)
             if step is not None:
@@ -306,7 +313,7 @@ def _begun(before: Run | None, schedule: Any, step: int) -> Run:
 
 
 def _position(step: int, timesteps: Sequence[float], live: bool = True) -> Position:
-    if units.rises(timesteps):
+    if timesteps[0] < timesteps[-1]:  # they lead to the noise
         return Position(len(timesteps) - 1 - step, len(timesteps), scheduled=False)
     return Position(step, len(timesteps), scheduled=live)
 
@@ -321,7 +328,7 @@ def _place_in_memory(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _is_set(scheduler: Any, timesteps: torch.Tensor) -> bool:
-    unset = None if len(timesteps) == units.train_steps(scheduler) else len(timesteps)
+    unset = None if len(timesteps) == _train_steps(scheduler) else len(timesteps)
     return getattr(scheduler, "num_inference_steps", unset) is not None
 
 
@@ -386,3 +393,82 @@ def _schedulers_in(value: Any, depth: int = 2) -> Iterator[Any]:
             parts = list(held.values()) if type(held) is dict else []
     for each in parts[:_MOST_ENTRIES]:
         yield from _schedulers_in(each, depth - 1)
+
+
+def _train_steps(scheduler: Any) -> int:
+    return int(getattr(getattr(scheduler, "config", None), "num_train_timesteps", None) or _TRAIN_STEPS)
+
+
+def _place_of(value: float, scheduler: Any, certain: bool = False) -> int | None:
+    """Return the place of a timestep among all that a model was trained on, from the noisiest one."""
+    steps = _train_steps(scheduler)
+    if not 0 <= value < steps + certain or not (certain or isinstance(value, int) or value > _largest_noise(scheduler)):
+        return None
+    return int(steps - 1 - value) if value < steps - 1 else 0
+
+
+def _largest_noise(scheduler: Any) -> float:
+    levels = [level for sigmas in _noise_levels(scheduler) for level in sigmas]
+    signal = getattr(scheduler, "alphas_cumprod", None)
+    if not levels and isinstance(signal, torch.Tensor):
+        least = float(signal.min())
+        return math.sqrt((1 - least) / least) if least > 0 else math.inf
+    return max(levels, default=_LARGEST_NOISE)
+
+
+def _other_units(scheduler: Any, timesteps: Sequence[float]) -> Iterator[Sequence[float]]:
+    """Yield what some pipelines hand to their models in place of timesteps, each as a sequence over the steps."""
+    whole = _train_steps(scheduler) if max(timesteps) > 2 else 1
+    yield [step / whole for step in timesteps]  # FRACTION
+    yield [1 - step / whole for step in timesteps]  # RISING
+    for sigmas in _noise_levels(scheduler):
+        if len(sigmas) >= len(timesteps):
+            falling = sorted(sigmas, reverse=True)[: len(timesteps)]
+            logarithms = [math.log(sigma) if sigma > 0 else -math.inf for sigma in falling]
+            yield falling
+            yield [sigma / 2 for sigma in falling]  # KarrasVePipeline
+            yield [logarithm / 4 for logarithm in logarithms]  # EDM, and the latent upscaler
+            yield logarithms
+
+
+def _noise_levels(scheduler: Any) -> Iterator[list[float]]:
+    for name in _NOISE_LEVELS:
+        sigmas = getattr(scheduler, name, None)
+        if isinstance(sigmas, torch.Tensor) and sigmas.ndim == 1:
+            yield sigmas.tolist()
+
+
+def _steps_at(levels: Sequence[float], value: float, rounding: float = 0.0) -> list[int]:
+    """Return the steps whose level is a value; an `int` may be what is left of a level without its fraction."""
+    whole, close = isinstance(value, int) and value > 1, max(_CLOSE, rounding)
+    return [
+        step
+        for step, level in enumerate(levels)
+        if math.isclose(level, value, rel_tol=close, abs_tol=_CLOSE / 10) or (whole and int(level) == value)
+    ]
+
+
+def _rounding(timestep: Any) -> float:
+    half = isinstance(timestep, torch.Tensor) and timestep.dtype in (torch.float16, torch.bfloat16)
+    return torch.finfo(timestep.dtype).eps if half else 0.0
+
+
+def _schedule_length(values: Sequence[float], scheduler: Any) -> int:
+    """Return the steps of a tensor that is not a scheduler's; 0 if it cannot be a schedule.
+
+    A schedule falls, begins at the top of the noise as nearly as its own steps are wide, and goes down evenly: no step
+    is many times as wide as its neighbour. Timesteps drawn for training do not, unless they happen to be as even. A
+    zero at the end of noise levels or of fractions is where the last step leads, and no step.
+    """
+    whole = _train_steps(scheduler)
+    for top in (whole, 1.0, _largest_noise(scheduler)):
+        steps = len(values) if top is whole else len(values) - list(values).count(0)
+        levels, slack = list(dict.fromkeys(values[:steps])), top / _TRAIN_STEPS
+        lowest = (len(levels) - 1) * (_TRAIN_STEPS // max(len(levels), 1)) - 1
+        if len(levels) < 2 or not lowest * slack <= levels[0] <= top + slack:
+            continue
+        falls = all(before - after > -slack for before, after in itertools.pairwise(values))  # but for rounding
+        widths = [max(before - after, 0) + slack for before, after in itertools.pairwise(levels)]
+        even = all(1 / _UNEVEN < one / other < _UNEVEN for one, other in itertools.pairwise(widths))
+        return steps if falls and even else 0
+    return 0

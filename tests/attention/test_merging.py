@@ -97,9 +97,9 @@ def test_what_is_sorted_and_how_large_it_gets() -> None:
 def test_merge_averages_groups_and_unmerge_spreads_them(
     dtype: torch.dtype, bags: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without bags of rows, as on MPS before PyTorch 2.15."""
+    """Also without bags of rows, as on MPS."""
     if not bags:
-        monkeypatch.setattr(merging, "has_bags", lambda kind: False)
+        monkeypatch.setattr(merging, "BAGS", ())
         monkeypatch.setattr(torch.nn.functional, "embedding_bag", None)
     x = tokens(12, 10).to(dtype)
     assert found(x, 12, 10, ratio=0.005) is None

@@ -14,7 +14,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from support import tiny_pipelines as tiny
 from support.checks import IDS, SCHEDULERS, place, scheduler
 
-from elfatt_sd.families import timesteps as units
+from elfatt_sd.families import base as units
 from elfatt_sd.runtime import schedule as module
 from elfatt_sd.runtime.schedule import BEYOND, Position, Schedule
 

@@ -59,62 +59,28 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measure:
 
     def stand_in(function: Any = call_all) -> list[Any]:
         made: list[Any] = []
-
-        def measure(*given: Any) -> Any:
-            made.append(function(*given) or PAYS)
-            return made[-1]
-
-        monkeypatch.setattr(autotune, "measure", measure)
+        monkeypatch.setattr(autotune, "measure", lambda *given: made.append(function(*given) or PAYS) or made[-1])
         return made
 
     return stand_in
 
 
-def test_each_phase_and_shape_is_measured_once(pipe: Any, measuring: Measure) -> None:
+def test_each_phase_and_shape_is_measured_once_when_it_is_first_called(pipe: Any, measuring: Measure) -> None:
+    """In a block too: nobody may look at its plan, and the model's own size may not be the one that is drawn."""
     elfatt_sd.apply_patch(pipe, "elfatt")
     expected, measured = runner(pipe)(), measuring()
-    elfatt_sd.apply_patch(pipe, "elfatt", autotune=True)
-    assert torch.equal(runner(pipe)(), expected)  # measuring leaves no trace in the result
-    assert len(measured) == 2
-    runner(pipe)()
+    with elfatt_sd.patched(pipe, "elfatt", autotune=True) as plan:
+        with elfatt_sd.patched(pipe, "tome", autotune=True):
+            pass
+        assert not measured
+        assert torch.equal(runner(pipe)(), expected), "measuring leaves no trace in the result"
+        runner(pipe)()
     elfatt_sd.apply_patch(pipe, "elfatt", autotune=True)  # from the file
     runner(pipe)()
     assert len(measured) == 2
     runner(pipe, guidance_scale=1.0)()  # another batch
     assert len(measured) == 4
-
-
-def test_a_block_measures_nothing_before_its_first_call(pipe: Any, measuring: Measure) -> None:
-    """Nobody may look at the plan, and the model's own size may not be the one that is drawn."""
-    measured = measuring()
-    with elfatt_sd.patched(pipe, "tome", autotune=True) as plan:
-        with elfatt_sd.patched(pipe, "elfatt"):
-            pass
-        assert not measured
-        runner(pipe)()
-        assert len(measured) == 1, "it is measured still after another block"
-        assert "tome" in str(plan) and plan.config.method == "tome"
-
-
-def test_what_is_drawn_in_every_step_is_measured(
-    pipe: Any, measuring: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each measured call draws its own blocks; those of the real step stay."""
-    config = PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),))
-    state, drawn, draw = state_of(pipe, config), list[int](), Draws.uniform
-    state.begin(config.phases[0], 7, CPU)
-    before = state.prepared
-
-    def count(untouched: Any, approximated: Any, device: torch.device) -> None:
-        [(approximate, share)] = approximated
-        drawn.clear()
-        approximate(), approximate()
-        assert share == 1
-
-    measuring(count)
-    monkeypatch.setattr(Draws, "uniform", lambda self, *args: (drawn.append(0), draw(self, *args))[1])
-    assert Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE).pays
-    assert len(drawn) == 2 and state.prepared is before
+    assert "elfatt" in str(plan) and plan.config.method == "elfatt"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +89,6 @@ def test_what_is_drawn_in_every_step_is_measured(
         ([0.5] * 7, 3, Decision(0.5, 0.5, 0.5)),  # three rounds where all of them agree by a quarter
         ([2.0] * 7, 3, Decision(2.0, 2.0, 2.0)),
         ([1.1] * 7, 7, Decision(1.1, 1.1, 1.1)),
-        ([0.5, 0.5, 0.9, 0.5, 0.5, 0.5, 0.5], 7, Decision(0.5, 0.5, 0.9)),
         ([0.9, 9.0, *[0.9] * 19], 8, Decision(0.9, 0.9, 0.9)),  # the second smallest and largest bound the median
         ([0.87, 0.12, 9.63] * 7, 21, Decision(0.87, 0.12, 9.63)),
     ],
@@ -131,13 +96,15 @@ def test_what_is_drawn_in_every_step_is_measured(
 def test_rounds_until_it_is_clear(
     ratios: list[float], rounds: int, decision: Decision, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After two that warm up."""
-    taken, calls = iter([1.0, 9.0] * 2 + [seconds for ratio in ratios for seconds in (1.0, ratio)]), list[int]()
+    """After two that warm up. Each function counts by its share."""
+    pairs = iter([9.0] * 2 + ratios)
+    taken = iter([seconds for ratio in pairs for seconds in (1.0, 3 * ratio, ratio / 3)])
+    calls = list[int]()
     monkeypatch.setattr(autotune, "_seconds", lambda *_: calls.append(0) or next(taken))
-    assert autotune.measure(lambda: None, [(lambda: None, 1.0)], CPU) == decision
-    assert len(calls) // 2 - 2 == rounds
-    assert decision.settled is (rounds < 21)
-    assert decision.pays is (decision.high < 1)
+    shares = [(lambda: None, 0.25), (lambda: None, 0.75)]
+    found = autotune.measure(lambda: None, shares, CPU)
+    assert dataclasses.astuple(found)[:3] == pytest.approx(dataclasses.astuple(decision)[:3])
+    assert (len(calls) // 3 - 2, found.settled, found.pays) == (rounds, rounds < 21, decision.high < 1)
 
 
 @pytest.mark.parametrize(
@@ -168,58 +135,50 @@ def test_what_stays_undecided_is_left_alone(
     assert [reason in str(each.message) for each in recwarn] == [True] * isinstance(outcome, Exception)
 
 
-def test_another_failure_shows_and_changes_no_matching(pipe: Any, measuring: Measure) -> None:
-    def fail(untouched: Any, approximated: Any, device: torch.device) -> None:
-        approximated[0][0]()
-        raise RuntimeError("index 3 is out of bounds")
-
-    measuring(fail)
-    config = PatchConfig("x", (Phase(1.0, ratio=0.5),), reuse_steps=2)
-    state = state_of(pipe, config)
-    state.call.matchings["mine"] = None
-    state.begin(config.phases[0], 0, CPU)
-    with pytest.raises(RuntimeError, match="out of bounds"):
-        Tuner(pipe.unet).decide(state, config.phases[0], SAMPLE)
-    assert state.call.matchings == {"mine": None}
-
-
 @pytest.mark.parametrize(("backend", "called"), [("auto", "original"), ("native", "softmax")])
-def test_the_exact_layer_is_timed_as_it_would_run(
+def test_what_is_timed(
     pipe: Any, backend: str, called: str, measuring: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a backend, that serves the layers which are left alone too."""
-    calls: list[str] = []
-    config = PatchConfig("x", (Phase(1.0, "sampled", block_size=16),), attention_backend=backend)
-    state, approximate = state_of(pipe, config), autotune.approximate
+    """The exact layer as it would run, by a backend too, and draws and a matching in every call; the call's own stay.
+
+    A failure that is none of memory shows.
+    """
+    calls, drawn, draw, approximate = list[str](), list[int](), Draws.uniform, autotune.approximate
+    phase = Phase(1.0, "elfatt", ratio=0.5, block_size=16, block_order="spread")
+    state = state_of(pipe, PatchConfig("x", (phase,), attention_backend=backend, reuse_steps=2))
     original = state.patched.original
     state.patched.original = lambda *given, **named: (calls.append("original"), original(*given, **named))[1]
     monkeypatch.setattr(
         autotune, "approximate", lambda *given: (calls.append(given[2].attention.name), approximate(*given))[1]
     )
-    measuring(lambda untouched, *_: (untouched(), None)[1])
-    state.begin(config.phases[0], 0, CPU)
-    assert Tuner(pipe.unet).pays(state, config.phases[0], SAMPLE)
-    assert calls == [called]
+    monkeypatch.setattr(Draws, "uniform", lambda self, *given: (drawn.append(0), draw(self, *given))[1])
 
+    def fail(untouched: Any, approximated: Any, device: torch.device) -> None:
+        drawn.clear()
+        untouched(), approximated[0][0](), approximated[0][0]()
+        raise RuntimeError("index 3 is out of bounds")
 
-def compile_blocks(unet: Any) -> Any:
-    for layer in find_layers(unet):
-        unet.get_submodule(layer.name.rpartition(".")[0]).compile(backend="eager")
-    return unet
+    measuring(fail)
+    state.call.matchings["mine"] = None
+    state.begin(phase, 0, CPU)
+    before = state.prepared
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        Tuner(pipe.unet).decide(state, phase, SAMPLE)
+    assert calls == [called, "elfatt", "elfatt"] and len(drawn) == 4
+    assert state.call.matchings == {"mine": None} and state.prepared is before
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("patch_first", [False, True], ids=["whole", "blocks"])
-def test_compiled_layers_are_left_alone(patch_first: bool, measuring: Measure) -> None:
+@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
+def test_compiled_layers_are_left_alone(blocks: bool, measuring: Measure) -> None:
     """Times without the compiler say nothing about them: one warning, and the reason in the plan."""
     text, unet, measured = torch.zeros(2, 3, tiny.TEXT_WIDTH), tiny.unet(), measuring()
     reason = "left alone: not measured, because torch.compile was applied"
     with torch.no_grad():
         untouched = unet(SAMPLE + 1, 0, text).sample
-        if patch_first:
-            unet = compile_blocks(elfatt_sd.apply_patch(unet, BLOCKS, autotune=True))
-        else:
-            unet = elfatt_sd.apply_patch(torch.compile(unet, backend="eager"), BLOCKS, autotune=True)
+        unet = elfatt_sd.apply_patch(unet if blocks else torch.compile(unet, backend="eager"), BLOCKS, autotune=True)
+        for layer in find_layers(unet) if blocks else ():
+            unet.get_submodule(layer.name.rpartition(".")[0]).compile(backend="eager")
         with pytest.warns(UserWarning, match=f"attn1 is {reason}"):
             result = unet(SAMPLE + 1, 0, text).sample
         assert torch.allclose(result, untouched, atol=1e-5)
@@ -250,46 +209,31 @@ def test_weights_that_are_elsewhere(folder: Path, offload: str, measuring: Measu
 
 
 @pytest.mark.parametrize(
-    ("settings", "uses"),
-    [({}, 1), ({"reuse_steps": 4}, 4), ({"reuse_layers": True}, 3), ({"reuse_layers": True, "reuse_steps": 4}, 12)],
+    ("phase", "settings", "shares"),
+    [
+        ({"ratio": 0.5}, {}, [1]),
+        ({"ratio": 0.5}, {"reuse_layers": True, "reuse_steps": 4}, [1 / 12, 11 / 12]),
+        ({"attention": "sampled", "residual_steps": 4}, {}, [1, 1 / 4]),
+        ({"attention": "sampled", "residual_steps": 4, "residual_guidance": True}, {}, [1, 1 / 8]),
+    ],
 )
-def test_a_shared_matching_costs_each_layer_its_part(
-    pipe: Any, settings: dict[str, Any], uses: int, measuring: Measure, monkeypatch: pytest.MonkeyPatch
+def test_what_is_shared_costs_each_its_part(
+    pipe: Any, phase: Any, settings: Any, shares: list[float], measuring: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first of the calls that share a matching is timed with it, the others without."""
+    """A matching is timed in the first of the calls that share it alone; exact steps, by what guidance shares."""
     found, match = list[int](), layer_state.find_candidates
     monkeypatch.setattr(layer_state, "find_candidates", lambda *given: (found.append(0), match(*given))[1])
 
     def record(untouched: Any, approximated: Any, device: torch.device) -> None:
+        assert [share for _, share in approximated] == pytest.approx(shares)
+        assert (approximated[-1][0] == untouched) is ("attention" in phase)
         for function, _ in approximated:
             function(), function()
-            assert len(found) == 2
-        assert [share for _, share in approximated] == pytest.approx([1 / uses, 1 - 1 / uses][:uses])
+        assert len(found) == 2 * ("ratio" in phase)
 
     measured = measuring(record)
-    elfatt_sd.plan(pipe, PatchConfig("x", (Phase(1.0, ratio=0.5),), **settings), autotune=True)
+    elfatt_sd.plan(pipe, PatchConfig("x", (Phase(1.0, **phase),), **settings), autotune=True)
     assert measured
-
-
-def test_exact_steps_weigh_their_share(pipe: Any, measuring: Measure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guidance decides what an exact step costs: a call whose rows share nothing is decided for itself."""
-
-    def record(untouched: Any, approximated: Any, device: torch.device) -> None:
-        [(own, whole), (exact, share)] = approximated
-        assert (whole, exact) == (1.0, untouched) and own is not untouched
-        shares.append(share)
-
-    shares, measure = list[float](), autotune.measure
-    measuring(record)
-    phase = Phase(1.0, "sampled", block_size=16, residual_steps=4, residual_guidance=True)
-    state, tuner = state_of(pipe, PatchConfig("x", (phase,))), Tuner(pipe.unet)
-    for state.call.copies in (1, 2, 1, 2):
-        tuner.decide(state, phase, SAMPLE)
-    assert shares == [0.25, 0.125]
-    first, others = (lambda: None), (lambda: None)
-    monkeypatch.setattr(autotune, "_seconds", lambda function, device: {first: 4.0, others: 1.0}.get(function, 8.0))
-    decision = measure(lambda: None, [(first, 0.25), (others, 0.75)], CPU)
-    assert decision.ratio == pytest.approx((0.25 * 4 + 0.75 * 1) / 8)
 
 
 PHASE = Phase(1.0, "elfatt", ratio=0.5, block_size=16)
@@ -346,21 +290,12 @@ def test_what_a_decision_holds_for(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": {"b": 1}}', "\x00"])
-def test_a_damaged_file_counts_as_empty(tmp_path: Path, content: str) -> None:
-    """A folder that cannot be written costs nothing but another measurement."""
+def test_processes_share_a_file(tmp_path: Path, content: str) -> None:
+    """A damaged one counts as empty; a folder that cannot be written costs nothing but another measurement."""
     path = tmp_path / "autotune.json"
     path.write_text(content)
-    for decisions in (Decisions(path), Decisions(path / "under a file.json")):
-        assert decisions.get("a") is None
-        decisions.put("a", PAYS)
-        assert decisions.get("a") == PAYS
-    assert Decisions(path).get("a") == PAYS
-
-
-def test_processes_that_share_a_file_keep_each_others_decisions(tmp_path: Path) -> None:
-    path = tmp_path / "autotune.json"
-    first, second = Decisions(path), Decisions(path)
-    assert first.get("a") is second.get("a") is None
-    first.put("a", PAYS), second.put("b", PAYS), first.put("c", PAYS)
+    first, second, unwritten = Decisions(path), Decisions(path), Decisions(path / "under a file.json")
+    assert first.get("a") is second.get("a") is unwritten.get("a") is None
+    first.put("a", PAYS), second.put("b", PAYS), first.put("c", PAYS), unwritten.put("a", PAYS)
     assert sorted(json.loads(path.read_text())) == ["a", "b", "c"]
-    assert first.get("b") == second.get("c") == PAYS
+    assert first.get("b") == second.get("c") == unwritten.get("a") == Decisions(path).get("a") == PAYS

@@ -1,11 +1,9 @@
-"""What calls keep for one another, layers with phases of their own, and layers that are watched or alone."""
+"""What calls keep for one another, and layers with phases of their own."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,24 +19,29 @@ import elfatt_sd
 import elfatt_sd.runtime.processor as processor_module
 from elfatt_sd.config import EXACT, METHODS, LayerPhases, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import Given, find_denoisers, find_layers, main_denoiser
+from elfatt_sd.families import Given, find_layers, main_denoiser
 from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.runtime.call import LayerCall
 from elfatt_sd.runtime.denoiser import KEPT_CALLS
-from elfatt_sd.runtime.exact_run import ExactRun, StandaloneLayer, image_of
 from elfatt_sd.runtime.schedule import Position, Run
+
+
+def begun(config: Any = None, steps: int = 6) -> tuple[Any, Tensor, tuple[Tensor, Tensor], Any]:
+    """A patched UNet, the timesteps of a run, its input and text, and its first layer."""
+    scheduler, config = tiny.ddim(), config or PatchConfig("corrected", (SAMPLED,))
+    scheduler.set_timesteps(steps)
+    unet = elfatt_sd.apply_patch(tiny.unet(), config)
+    return unet, scheduler.timesteps, inputs(torch.float32), find_layers(unet)[0].attention
 
 
 @torch.no_grad()
 def test_a_matching_is_reused_within_its_phase_alone() -> None:
     """Also where a phase begins amid the steps that share a matching."""
-    unet, scheduler, (sample, text) = tiny.unet(), tiny.ddim(), inputs(torch.float32)
-    scheduler.set_timesteps(4)
     phases = (Phase(0.25, "softmax", ratio=0.2, stride=4), Phase(1.0, "softmax", ratio=0.5))
-    elfatt_sd.apply_patch(unet, PatchConfig("two", phases, reuse_steps=4))
+    unet, timesteps, (sample, text), attention = begun(PatchConfig("two", phases, reuse_steps=4), 4)
     merged = list[int]()
-    find_layers(unet)[0].attention.to_q.register_forward_hook(lambda _, given, result: merged.append(result.shape[1]))
-    for timestep in scheduler.timesteps:
+    attention.to_q.register_forward_hook(lambda _, given, result: merged.append(result.shape[1]))
+    for timestep in timesteps:
         unet(sample, timestep, text)
     assert merged == [256 - 51, 128, 128, 128]
 
@@ -49,14 +52,6 @@ CORRECTED = [
     Phase(1.0, "block", block_size=16, block_order="spread", residual_steps=3),
     Phase(1.0, "elfatt", ratio=0.5, block_size=16, agents=8, residual_steps=3),
 ]
-
-
-def corrected(phase: Phase = SAMPLED, steps: int = 6) -> tuple[Any, Any, Any]:
-    """A UNet patched with one phase, the timesteps of a run, and the UNet's first layer."""
-    scheduler = tiny.ddim()
-    scheduler.set_timesteps(steps)
-    unet = elfatt_sd.apply_patch(tiny.unet(), PatchConfig("corrected", (phase,)))
-    return unet, scheduler.timesteps, find_layers(unet)[0].attention
 
 
 def approximated(attention: Any, tokens: Tensor, phase: Phase) -> Tensor:
@@ -74,8 +69,8 @@ def test_a_shared_difference_is_that_of_the_first_step(phase: Phase, sizes: tupl
 
     Within a call, diffusers can give a video's frames to a layer in parts, the last of them smaller.
     """
-    _, _, attention = corrected(phase)
-    layer, run, (sample, _), noise = attention.elfatt_state, Run(), inputs(torch.float32), generator()
+    _, _, (sample, _), attention = begun(PatchConfig("corrected", (phase,)))
+    layer, run, noise = attention.elfatt_state, Run(), generator()
     draws, differences = [], list[Tensor]()
     for step in range(3):
         layer.patch.begin(Position(step, 6), run, Given.latent(sample, 0))
@@ -95,8 +90,8 @@ def test_a_shared_difference_is_that_of_the_first_step(phase: Phase, sizes: tupl
 @torch.no_grad()
 def test_differences_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every group of steps, in another run, at another size or batch; each layer once, and not for no other step."""
-    unet, timesteps, _ = corrected(steps=7)
-    measured, correct, (sample, text) = list[int](), LayerCall.correct, inputs(torch.float32)
+    unet, timesteps, (sample, text), _ = begun(steps=7)
+    measured, correct = list[int](), LayerCall.correct
 
     def count_exact(state: LayerCall, own: Any, exact: Any) -> Tensor:
         return correct(state, own, lambda rows: (measured.append(state.index), exact(rows))[1])
@@ -135,13 +130,11 @@ def test_differences_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_calls_of_one_step_keep_their_own(config: PatchConfig) -> None:
     """A panorama calls the UNet once for each view; guidance may call it once with the prompt and once without."""
-    unet, scheduler = elfatt_sd.apply_patch(tiny.unet(), config), tiny.ddim()
-    scheduler.set_timesteps(6)
-    (sample, text), noise = inputs(torch.float32), generator()
+    (unet, timesteps, (sample, text), _), noise = begun(config), generator()
     views = [(sample, text), (sample, torch.zeros_like(text))]
     views += [(torch.randn(2, 4, rows, 16, generator=noise), text) for rows in (16, 8)]
-    alone = [[unet(view, timestep, each).sample for timestep in scheduler.timesteps] for view, each in views]
-    for step, timestep in enumerate(scheduler.timesteps):
+    alone = [[unet(view, timestep, each).sample for timestep in timesteps] for view, each in views]
+    for step, timestep in enumerate(timesteps):
         for (view, each), expected in zip(views, alone, strict=True):
             assert torch.equal(unet(view, timestep, each).sample, expected[step])
 
@@ -151,7 +144,7 @@ def test_calls_on_no_schedule_share_nothing() -> None:
 
     As a preview between two steps, such a call does not end their run.
     """
-    (unet, timesteps, _), (sample, text) = corrected(), inputs(torch.float32)
+    unet, timesteps, (sample, text), _ = begun()
     exact = {number: tiny.unet()(sample, number, text).sample for number in (960, 100)}
     alone = [unet(sample, timestep, text).sample for timestep in timesteps]
     with pytest.warns(UserWarning, match="on no schedule: they are exact") as warned:
@@ -167,7 +160,7 @@ def test_calls_on_no_schedule_share_nothing() -> None:
 @torch.no_grad()
 def test_a_call_that_is_repeated_takes_nothing_over() -> None:
     """As in a loop of the user's own; and what such calls keep does not grow for ever."""
-    (unet, timesteps, attention), (sample, text) = corrected(), inputs(torch.float32)
+    unet, timesteps, (sample, text), attention = begun()
     exact = unet(sample, timesteps[0], text).sample
     for _ in range(KEPT_CALLS + 3):
         assert torch.equal(unet(sample, timesteps[0], text).sample, exact)
@@ -178,7 +171,7 @@ def test_a_call_that_is_repeated_takes_nothing_over() -> None:
 
 def test_no_difference_outlives_its_run() -> None:
     """What decodes the latents finds the memory free; gradients do not reach back to an earlier step."""
-    (unet, timesteps, attention), (sample, text), held = corrected(), inputs(torch.float32), []
+    (unet, timesteps, (sample, text), attention), held = begun(), list[int]()
     for timestep in timesteps:
         unet(sample, timestep, text).sample.sum().backward()
         layers = attention.elfatt_state.patch.layers
@@ -204,11 +197,10 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_call_waits_for_the_device(method: str) -> None:
-    unet, scheduler, (sample, text) = tiny.unet(), tiny.ddim(), inputs(torch.float32)
-    elfatt_sd.apply_patch(unet, method, **with_effect(method, reuse_steps=2))
-    scheduler.set_timesteps(5)
+    config = PatchConfig.preset(method, **with_effect(method, reuse_steps=2))  # type: ignore[arg-type]
+    unet, timesteps, (sample, text), _ = begun(config, 5)
     with torch.no_grad(), Waits() as waits:
-        for timestep in scheduler.timesteps:
+        for timestep in timesteps:
             unet(sample, timestep, text)
         assert waits.seen == []
         assert sample.max().item() > 0
@@ -227,38 +219,30 @@ def own(*phases: tuple[str, tuple[Phase, ...]]) -> PatchConfig:
 
 
 def test_each_layer_has_its_own_phases(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, *_ = [layer.name for layer in find_layers(pipe.unet)]
+    """The first pattern counts; one that names no layer is refused. The same phases by layer are the same latents."""
+    first, *others = [layer.name for layer in find_layers(pipe.unet) if layer.downsample == 1]
     seen: dict[str, list[str]] = {}
     begin = LayerCall.begin
 
-    def note(state: LayerCall, phase: Phase, step: int, *others: Any) -> bool:
+    def note(state: LayerCall, phase: Phase, step: int, *given: Any) -> bool:
         seen.setdefault(state.layer.name, []).append(phase.attention.name)
-        return begin(state, phase, step, *others)
+        return begin(state, phase, step, *given)
 
-    monkeypatch.setattr(LayerCall, "begin", note)
     late = (Phase(0.5), Phase(1.0, "block", block_size=16, block_order="windows"))
-    with elfatt_sd.patched(pipe, own((first, (KEYS,)), (second, late))):
+    config = PatchConfig("own", levels=1, per_layer=(LayerPhases(first, (KEYS,)), LayerPhases("*", late)))
+    with monkeypatch.context() as noting, elfatt_sd.patched(pipe, config):
+        noting.setattr(LayerCall, "begin", note)
         runner(pipe)()
-    assert seen == {first: ["sampled"] * CALLS, second: ["softmax"] * 3 + ["block"] * 2}
-
-
-def test_the_same_phases_by_layer_are_the_same_latents(pipe: Any) -> None:
-    run = runner(pipe)
-    for phases in ((KEYS,), (BLOCKS, KEYS), (Phase(1.0, "sampled", keys=8, residual_steps=2),)):
+    assert seen.pop(first) == ["sampled"] * CALLS
+    assert seen and all(each == ["softmax"] * 3 + ["block"] * 2 for each in seen.values()) and set(others) <= set(seen)
+    for phases in ((BLOCKS, KEYS), (Phase(1.0, "sampled", keys=8, residual_steps=2),)):
         with elfatt_sd.patched(pipe, PatchConfig("whole", phases)) as plan:
-            expected = run()
+            expected = runner(pipe)()
         with elfatt_sd.patched(pipe, own(*((each.name, phases) for each in plan.layers if each.patched))) as same:
-            assert torch.equal(run(), expected)
+            assert torch.equal(runner(pipe)(), expected)
         assert [layer.reason for layer in same.layers if layer.patched] == [
             layer.reason for layer in plan.layers if layer.patched
         ]
-
-
-def test_the_first_pattern_counts_and_one_that_names_no_layer_is_refused(pipe: Any) -> None:
-    name = find_layers(pipe.unet)[0].name
-    config = PatchConfig("own", (KEYS,), levels=9, per_layer=(LayerPhases(name), LayerPhases("*", (BLOCKS,))))
-    assert config.for_layer(name).phases == () and config.for_layer("another").phases == (BLOCKS,)
-    assert {layer.name for layer in elfatt_sd.plan(pipe, config).layers if not layer.patched} == {name}
     with pytest.raises(ElfattError, match=r"no self-attention layer matches layers='nowhere\.\*'; this UNet has "):
         elfatt_sd.apply_patch(pipe, own(("nowhere.*", (KEYS,))))
     elfatt_sd.apply_patch(pipe, own(("*", (EXACT,))))
@@ -276,73 +260,3 @@ def test_the_output_of_an_earlier_step_is_used_again(pipe: Any, family: str) -> 
     handle.remove()
     assert family != "unet" or projected.total() == 3
     assert torch.equal(run(), untouched)
-
-
-# A watched run stays untouched, and a layer on its own does what it does inside a patched pipeline.
-
-
-@pytest.fixture(params=["flux", "sd3"])
-def watchable(request: pytest.FixtureRequest, folder: Path) -> tuple[Any, Callable[[], Tensor]]:
-    if request.param == "sd3":
-        return tiny_transformers.sd3()
-    pipe = tiny_transformers.flux(folder)
-    return pipe, runner(pipe, output_type="latent", max_sequence_length=16, height=64, width=64)
-
-
-def test_the_exact_output_goes_on(watchable: tuple[Any, Callable[[], Tensor]]) -> None:
-    (pipe, run), layers, differences = watchable, set[str](), list[float]()
-    untouched = run()
-
-    def after(state: LayerCall, again: Callable[[], Any], output: Any) -> None:
-        exact = image_of(output, state)
-        found = image_of(watched.approximate(state, again, Phase(1.0, "sampled", keys=4), state.call.step), state)
-        assert exact.shape == found.shape and exact.shape[1] == state.grid.tokens
-        assert torch.equal(image_of(again(), state), exact), "the layer is exact again"
-        layers.add(state.layer.name)
-        differences.append(float((exact - found).norm()))
-
-    with ExactRun(pipe, find_denoisers(pipe), after) as watched:
-        assert torch.equal(run(), untouched)
-        assert watched.steps > 1
-    assert torch.equal(run(), untouched), "nothing is left behind"
-    assert layers == {layer.name for layer in find_layers(main_denoiser(pipe))}
-    assert min(differences) > 0
-
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
-    with pytest.raises(MemoryError), ExactRun(pipe, find_denoisers(pipe), fail):
-        run()
-    assert torch.equal(run(), untouched), "nor after a failure"
-
-
-ALONE = [
-    Phase(1.0, "block", block_size=16, block_order="spread"),
-    Phase(1.0, "elfatt", ratio=0.5, block_size=16, agents=8),
-    Phase(1.0, "agent", ratio=0.4, stride=4, agent_source="merged"),
-]
-
-
-@pytest.mark.parametrize("phase", ALONE, ids=lambda phase: phase.attention.name)
-def test_a_layer_alone_does_what_the_patched_layer_does(pipe: Any, phase: Phase) -> None:
-    """The same draws, metric and numbers, in the third of four steps; by the weights of the original, which stays."""
-    pipe.scheduler = tiny.ddim()
-    layer, seen = find_layers(pipe.unet)[0], list[Any]()
-    before, config = layer.attention.processor, PatchConfig("x", (phase,), levels=2, seed=3)
-    alone = StandaloneLayer(layer, config)
-    assert layer.attention.processor is before and layer.norm is not None
-    elfatt_sd.apply_patch(pipe, config)
-    handles = [
-        layer.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0])),
-        layer.attention.register_forward_hook(lambda module, args, output: seen.append((args[0], output))),
-    ]
-    pipe("a", num_inference_steps=4, generator=generator(), output_type="latent")
-    for handle in handles:
-        handle.remove()
-    block_input, (hidden_states, expected) = seen[4], seen[5]
-    with torch.no_grad():
-        alone.begin(Position(2, 4), (2, 4, 16, 16), block_input)
-        assert torch.equal(alone(hidden_states), expected)
-        layer.attention.to_v.weight.mul_(2)
-        assert not torch.equal(alone(hidden_states), expected)
-        layer.attention.to_v.weight.div_(2)

@@ -1,4 +1,4 @@
-"""What is installed on a model: processors that come and go, copies, and what a call leaves behind."""
+"""What is installed on a model: processors that come and go, copies, what a call leaves behind, and its step."""
 
 from __future__ import annotations
 
@@ -7,18 +7,31 @@ import pickle
 from pathlib import Path
 from typing import Any, ClassVar
 
+import diffusers
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 from support import tiny_pipelines as tiny
-from support.checks import ACTIVE, elfatt_processors, inputs, picture_of, processors, recorded
+from support.checks import (
+    IDS,
+    SCHEDULERS,
+    elfatt_processors,
+    inputs,
+    picture_of,
+    processors,
+    recorded,
+    scheduler,
+)
 
 import elfatt_sd
 from elfatt_sd.benchmarking.variants import forget_residuals, patched_layers
 from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.measure import peak_memory
 from elfatt_sd.runtime import processor as processor_module
+from elfatt_sd.runtime.denoiser import Patch
 from elfatt_sd.runtime.processor import ElfattProcessor
+from elfatt_sd.runtime.schedule import Position
 
 
 @pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
@@ -61,10 +74,11 @@ class Other(AttnProcessor2_0):
 
 
 def test_displaced_processors_are_reported_once(pipe: Any) -> None:
+    """Others see the original ones, and may save, reset and put them back, also when the patch is gone."""
     before = processors(pipe)
     elfatt_sd.apply_patch(pipe, "elfatt")
     patched, plain = picture_of(pipe), dict(pipe.unet.attn_processors)
-    assert {*map(type, plain.values())} == {*map(type, before.values())}, "as others see them"
+    assert {*map(type, plain.values())} == {*map(type, before.values())}
     pipe.unet.set_attn_processor(Other())
     said = r"3 patched layers now have another attention processor \(Other\), the first is down_blocks\.0.*attn1;"
     with pytest.warns(UserWarning, match=said), recorded() as calls:
@@ -73,27 +87,17 @@ def test_displaced_processors_are_reported_once(pipe: Any) -> None:
     assert torch.equal(picture_of(pipe), displaced)  # no second warning: warnings are errors here
     pipe.unet.set_attn_processor(dict(plain))
     assert torch.equal(picture_of(pipe), patched), "plain attention is back, and the method with it"
+    pipe.unet.set_default_attn_processor()
+    torch.testing.assert_close(picture_of(pipe), patched, atol=1e-4, rtol=0)
+    pipe.unet.set_attn_processor(dict(plain))
     elfatt_sd.remove_patch(pipe)
     assert all(processors(pipe)[name] is old for name, old in before.items())
     elfatt_sd.apply_patch(pipe, "elfatt")
     pipe.unet.set_attn_processor(Other())
-    others = processors(pipe)
     elfatt_sd.remove_patch(pipe)
-    assert all(processors(pipe)[name] is found for name, found in others.items()), "not what was there before"
+    left = processors(pipe)
     pipe.unet.set_attn_processor(dict(plain))
-
-
-def test_an_ip_adapter_or_a_reset_leaves_nothing_of_ours(folder: Path) -> None:
-    """What is saved of a patched UNet, and put back later, are the original processors."""
-    pipe = tiny.sd15(folder)
-    elfatt_sd.apply_patch(pipe, "elfatt")
-    expected = picture_of(pipe)
-    pipe.unet.set_attn_processor({name: type(old)() for name, old in pipe.unet.attn_processors.items()})
-    pipe.unet.set_default_attn_processor()
-    torch.testing.assert_close(picture_of(pipe), expected, atol=1e-4, rtol=0)
-    kept = pipe.unet.attn_processors
-    elfatt_sd.remove_patch(pipe)
-    pipe.unet.set_attn_processor(kept)
+    assert all(isinstance(each, Other) for name, each in left.items()), "not what was there before"
     assert not elfatt_processors(pipe.unet)
 
 
@@ -136,7 +140,9 @@ def test_other_processors_are_left_alone_or_taken_over_by_name(folder: Path) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*approximates no step of this run, which begins with step 1000")
-@pytest.mark.parametrize(("method", "step"), [*((method, 0) for method in ACTIVE), ("elfatt-quality", 999)])
+@pytest.mark.parametrize(
+    ("method", "step"), [("tome", 0), ("elfatt", 0), ("elfatt-quality", 0), ("elfatt-quality", 999)]
+)
 def test_a_patched_call_needs_no_more_memory_than_it_keeps(method: str, step: int) -> None:
     """Beyond a percent, for what was drawn: positions of samples, blocks and destinations."""
     unet, cpu = tiny.unet(), torch.device("cpu")
@@ -185,3 +191,74 @@ def test_samples_of_fused_projections(folder: Path) -> None:
     apart = picture_of(pipe)
     pipe.unet.fuse_qkv_projections()
     torch.testing.assert_close(picture_of(pipe), apart, atol=1e-4, rtol=0)
+
+
+# Which call of a run is which step: every scheduler, through pipelines and by hand.
+
+Positions = list[tuple[Position, str]]
+TWO_PHASES = PatchConfig("two", (Phase(0.2, "block", block_size=64), Phase(1.0, "softmax", ratio=0.5)))
+
+
+@pytest.fixture
+def positions(monkeypatch: pytest.MonkeyPatch) -> Positions:
+    """Positions and attentions of all UNet calls, as the patch sees them."""
+    calls: Positions = []
+    begin = Patch.begin
+
+    def record(self: Patch, position: Position, *args: Any, **kwargs: Any) -> None:
+        begin(self, position, *args, **kwargs)
+        assert self.latest is not None
+        calls.append((position, next(iter(self.latest.phases.values())).attention.name))
+
+    monkeypatch.setattr(Patch, "begin", record)
+    return calls
+
+
+def steps(count: int, blocks: int) -> Positions:
+    """The calls of a run of which the first ones are in the first phase."""
+    return [(Position(index, count), "block" if index < blocks else "softmax") for index in range(count)]
+
+
+@pytest.mark.parametrize(("name", "extra"), SCHEDULERS, ids=IDS)
+@pytest.mark.parametrize("count", [1, 7])
+def test_every_call_has_its_index(
+    pipe: Any, positions: Positions, name: str, extra: dict[str, Any], count: int
+) -> None:
+    pipe.scheduler = scheduler(name, extra)
+    elfatt_sd.apply_patch(pipe, TWO_PHASES)
+    for _ in range(2):
+        pipe("a", num_inference_steps=count, guidance_scale=1.0, output_type="latent")
+    calls = len(pipe.scheduler.timesteps)
+    assert positions == 2 * steps(calls, -(-calls * 2 // 10))  # the first 20 %, rounded up
+
+
+def test_sdxl_base_and_refiner_share_one_schedule(folder: Path, positions: Positions) -> None:
+    base, parts = tiny.sdxl(folder), tiny.sdxl_parts(folder, refiner=True)
+    refiner = tiny.quiet(diffusers.StableDiffusionXLImg2ImgPipeline(**parts, requires_aesthetics_score=True))
+    elfatt_sd.apply_patch(base, TWO_PHASES)
+    elfatt_sd.apply_patch(refiner, TWO_PHASES)
+    latents = base("a", num_inference_steps=10, denoising_end=0.8, output_type="latent").images
+    refiner("a", image=latents, num_inference_steps=10, denoising_start=0.8, output_type="latent")
+    assert positions == steps(10, 2)
+
+
+def call(unet: Any, timestep: Any, batch: int = 2) -> torch.Tensor:
+    with torch.no_grad():
+        return unet(torch.zeros(batch, 4, 8, 8), timestep, torch.zeros(batch, 3, tiny.TEXT_WIDTH)).sample  # type: ignore[no-any-return]
+
+
+def test_a_bare_unet_in_a_loop_of_ones_own(pipe: Any, positions: Positions) -> None:
+    chosen = scheduler("DDIMScheduler", {})
+    chosen.set_timesteps(10)
+    elfatt_sd.apply_patch(pipe.unet, TWO_PHASES)
+    for timestep in chosen.timesteps:
+        call(pipe.unet, timestep.expand(2))
+    assert positions == steps(10, 2)
+    positions.clear()
+    for number in (999, 800, 799, 500, 0, torch.tensor(900), torch.tensor([900, 900])):
+        call(pipe.unet, number)
+    assert [attention for _, attention in positions] == ["block"] * 2 + ["softmax"] * 3 + ["block"] * 2
+    with pytest.raises(ElfattError, match=r"scheduler\.timesteps"):  # a step that is not known, where it matters
+        call(pipe.unet, torch.tensor([10, 900]))
+    elfatt_sd.apply_patch(pipe.unet, "tome")
+    assert call(pipe.unet, torch.tensor([10, 900])).isfinite().all()

@@ -17,11 +17,10 @@ from torch.nn import functional
 import elfatt_sd
 import elfatt_sd.patch as patch_module
 from elfatt_sd.attention.merging import find_candidates, match_candidates, split_grid
-from elfatt_sd.attention.ordering import Grid, block_permutation, partition, stratified_samples
+from elfatt_sd.attention.ordering import Grid, block_permutation, partition
 from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers, main_denoiser
-from elfatt_sd.methods import Draws
 
 
 class Layer:
@@ -80,15 +79,6 @@ def same_block(tokens: int, size: int) -> Tensor:
     return block[:, None] == block
 
 
-def pooled(q: Tensor, agents: int) -> Tensor:
-    return torch.stack([part.mean(dim=2) for part in q.tensor_split(agents, dim=2)], dim=2)
-
-
-def through_agents(q: Tensor, k: Tensor, v: Tensor, agents: int) -> Tensor:
-    own = pooled(q, agents)
-    return softmax(q, own, softmax(own, k, v))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("use_rand", [True, False])
 def test_agent_sd_follows_its_recipe(use_rand: bool) -> None:
@@ -116,8 +106,9 @@ def test_elfatt_splits_heads_or_channels(heads: int) -> None:
     layer = Layer(PatchConfig.preset("elfatt", agents=12, block_size=30), **odd)
     merge, dim, half = layer.matching(0.5), 3 if odd else 1, 8 if odd else 1
     (qa, qb), (ka, kb), (va, vb) = (x.split(half, dim=dim) for x in layer.qkv(merge.merge(layer.tokens)))
-    mixed = torch.cat([through_agents(qa, ka, va, 12), softmax(qb, kb, vb, allowed=same_block(128, 30))], dim=dim)
-    layer.check(merge.unmerge(layer.out(mixed)))
+    agents = torch.stack([part.mean(dim=2) for part in qa.tensor_split(12, dim=2)], dim=2)
+    first, second = softmax(qa, agents, softmax(agents, ka, va)), softmax(qb, kb, vb, allowed=same_block(128, 30))
+    layer.check(merge.unmerge(layer.out(torch.cat([first, second], dim=dim))))
 
 
 def place_in(order: str) -> Tensor:
@@ -126,59 +117,38 @@ def place_in(order: str) -> Tensor:
     return torch.arange(256) if permutation is None else permutation.argsort()
 
 
+ORDERS: list[Any] = [("raster",), ("windows",), ("curve",), ("strided",), ("windows", "strided"), ("raster", "curve")]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("order", ["raster", "windows", "curve", "strided"])
-def test_blocks_of_tokens_in_the_picture(order: Any) -> None:
-    """Each token gets its own result back; merged tokens are put in blocks by where they are."""
-    for ratio in (0.0, 0.5):
-        layer = Layer(PatchConfig("blocks", (Phase(1.0, "block", ratio=ratio, block_size=20, block_order=order),)))
+@pytest.mark.parametrize("orders", ORDERS, ids="-".join)
+def test_blocks_of_tokens_in_the_picture(orders: Any) -> None:
+    """Each token gets its own result back, of half of the heads in another order; merged ones are where they are."""
+    for ratio in (0.0, 0.5)[: 3 - len(orders)]:
+        phase = Phase(1.0, "block", ratio=ratio, block_size=20, block_order=orders[0], second_order=[*orders, None][1])
+        layer, mixed = Layer(PatchConfig("blocks", (phase,))), []
         merge = layer.matching(ratio) if ratio else None
         tokens = layer.tokens if merge is None else merge.merge(layer.tokens)
         positions = torch.arange(256).expand(2, -1) if merge is None else merge.positions
-        rank = place_in(order)[positions].argsort(dim=1).argsort(dim=1)  # of each merged token in the block order
-        together = same_block(tokens.shape[1], 20)
-        allowed = torch.stack([together[row][:, row] for row in rank])[:, None]
-        mixed = layer.out(softmax(*layer.qkv(tokens), allowed=allowed))
-        layer.check(mixed if merge is None else merge.unmerge(mixed))
+        together, qkv = same_block(tokens.shape[1], 20), layer.qkv(tokens)
+        for head in range(2):
+            rank = place_in((orders * 2)[head])[positions].argsort(dim=1).argsort(dim=1)  # of a token in the order
+            allowed = torch.stack([together[row][:, row] for row in rank])[:, None]
+            mixed.append(softmax(*(x[:, head : head + 1] for x in qkv), allowed=allowed))
+        output = layer.out(torch.cat(mixed, dim=1))
+        layer.check(output if merge is None else merge.unmerge(output))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("orders", [("windows", "strided"), ("raster", "curve"), ("curve", "raster")])
-def test_half_of_the_heads_in_blocks_of_another_order(orders: tuple[Any, Any]) -> None:
-    phase = Phase(1.0, "block", block_size=20, block_order=orders[0], second_order=orders[1])
-    layer, mixed = Layer(PatchConfig("two", (phase,))), []
-    for head, order in enumerate(orders):
-        q, k, v = (x[:, head : head + 1] for x in layer.qkv(layer.tokens))
-        mixed.append(softmax(q, k, v, allowed=same_block(256, 20)[place_in(order)][:, place_in(order)]))
-    layer.check(layer.out(torch.cat(mixed, dim=1)))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("lattice", [True, False])
-@pytest.mark.parametrize("groups", [1, 2, 5])
-def test_every_query_attends_to_the_sample_of_its_group(groups: int, lattice: bool) -> None:
-    """Groups are lattices of the picture (a chessboard for two), or columns; each token gets its own result back."""
-    layer = Layer(PatchConfig("samples", (Phase(1.0, "sampled", block_size=20, groups=groups, lattice=lattice),)))
-    drawn = Draws(0, 0, 0, torch.device("cpu")).uniform("samples", 20)
-    keys = stratified_samples(Grid.image(ROWS, COLUMNS), 20, groups, drawn).view(20, groups).t()
-    row, column = torch.arange(256) // COLUMNS, torch.arange(256) % COLUMNS
-    slope = {1: 0, 2: 1, 5: 2}[groups]
-    shift = (slope - COLUMNS) * row % groups if lattice else 0
-    group = (row * COLUMNS + (column + shift) % COLUMNS) % groups
-    if lattice:  # where 5 groups do not divide 16 columns, a rolled row has a seam
-        assert (group == (column + slope * row) % groups).float().mean() > (0.8 if groups == 5 else 0.999)
-    allowed = torch.zeros(256, 256, dtype=torch.bool)
-    for own in range(groups):
-        allowed[(group == own)[:, None] & torch.isin(torch.arange(256), keys[own])] = True
-    layer.check(layer.out(softmax(*layer.qkv(layer.tokens), allowed=allowed)))
-
-
-HALF = {
+PHASES = {
+    "dense": Phase(),
     "merged": Phase(1.0, "softmax", ratio=0.5),
-    "agent": PatchConfig.preset("agent").phases[0],
-    "elfatt": PatchConfig.preset("elfatt").phases[0],
-    "block": Phase(1.0, "block", block_size=20, block_order="windows"),
-    "sampled": Phase(1.0, "sampled", block_size=20),
+    "agent": Phase(1.0, "agent", agents=8, agent_source="pooled"),
+    "block": Phase(1.0, "block", block_size=16),
+    "elfatt": Phase(1.0, "elfatt", block_size=16, agents=8, agent_source="pooled"),
+    "sampled": Phase(1.0, "sampled", keys=16),
+    "cell_spread": Phase(1.0, "cell_spread", block_size=16, cell=8),
+    "shared": Phase(1.0, "sampled", keys=16, residual_steps=2),
+    "reuse": Phase(1.0, "reuse", residual_steps=2),
 }
 Seen = list[tuple[torch.dtype, bool]]
 
@@ -198,11 +168,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("phase", HALF.values(), ids=list(HALF))
-def test_logits_in_float32_on_request(phase: Phase, seen: Seen) -> None:
+@pytest.mark.parametrize("name", ["merged", "agent", "elfatt", "block", "sampled"])
+def test_logits_in_float32_on_request(name: str, seen: Seen) -> None:
     unet, (sample, text) = tiny.unet().half(), inputs(torch.float16)
     for fp32_logits, dtype in ((True, torch.float32), (False, torch.float16)):
-        elfatt_sd.apply_patch(unet, PatchConfig("half", (phase,), fp32_logits=fp32_logits))
+        elfatt_sd.apply_patch(unet, PatchConfig("half", (PHASES[name],), fp32_logits=fp32_logits))
         unet(sample, 999, text)
         attention: Any = find_layers(unet)[0].attention
         patch = attention.elfatt_state.patch
@@ -239,18 +209,6 @@ def test_the_backend_serves_patched_layers_in_every_phase(method: str, monkeypat
 
 
 # `attention_dtype`: queries, keys and values are rounded to it, nothing else is, and exact phases stay as they are.
-
-PHASES = {
-    "dense": Phase(),
-    "merged": Phase(1.0, "softmax", ratio=0.5),
-    "agent": Phase(1.0, "agent", agents=8, agent_source="pooled"),
-    "block": Phase(1.0, "block", block_size=16),
-    "elfatt": Phase(1.0, "elfatt", block_size=16, agents=8, agent_source="pooled"),
-    "sampled": Phase(1.0, "sampled", keys=16),
-    "cell_spread": Phase(1.0, "cell_spread", block_size=16, cell=8),
-    "shared": Phase(1.0, "sampled", keys=16, residual_steps=2),
-    "reuse": Phase(1.0, "reuse", residual_steps=2),
-}
 
 
 def in_dtype(phase: Phase, dtype: Any) -> PatchConfig:
@@ -298,29 +256,21 @@ def test_what_is_approximated_is_rounded_a_little(made: tuple[Any, Callable[...,
 
 
 def test_nothing_but_approximated_attention_is_rounded(folder: Path, seen: Seen) -> None:
-    """Attention to the text, and that of exact phases, is that of the model."""
+    """Attention to the text, and that of exact phases, is that of the model. Steps that share are rounded."""
     pipe = tiny.sd15(folder, scheduler=tiny.ddim())
-    halves = (Phase(0.5), Phase(1.0, attention_dtype="bfloat16"))
-    pipe.unet.register_forward_pre_hook(lambda *_: begins.append(len(seen)))
     begins, ours = list[int](), list[torch.dtype]()
+    pipe.unet.register_forward_pre_hook(lambda *_: begins.append(len(seen)))
     pipe.unet.register_forward_hook(lambda *_: ours.extend(dtype for dtype, own in seen[begins[-1] :] if own))
-    with elfatt_sd.patched(pipe, PatchConfig("second half", halves, levels=9)):
-        runner(pipe, num_inference_steps=4)()
-    layers = len(find_layers(pipe.unet))
-    assert ours == [torch.float32] * 2 * layers + [torch.bfloat16] * 2 * layers
-    assert {dtype for dtype, own in seen if not own} == {torch.float32}
-
-
-def test_the_exact_step_of_a_shared_difference_is_rounded_too(folder: Path) -> None:
-    pipe, found, outputs = tiny.sd15(folder), {}, list[Tensor]()
-    pipe.unet.register_forward_hook(lambda *given: outputs.append(given[2][0]))
-    configs = {name: in_dtype(PHASES[name], "bfloat16") for name in ("dense", "shared")}
-    for name, config in {"untouched": PatchConfig("sd"), **configs}.items():
-        outputs.clear()
-        with elfatt_sd.patched(pipe, config):
-            runner(pipe)()
-        found[name] = outputs[0]
-    torch.testing.assert_close(found["shared"], found["dense"], atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(found["dense"], found["untouched"], atol=1e-4)
+    layers, rounded = len(find_layers(pipe.unet)), [torch.bfloat16]
+    for last, exact, others in (
+        (Phase(1.0), 2, {torch.float32}),
+        (Phase(1.0, "sampled", keys=4, residual_steps=2), 1, {torch.float32, torch.bfloat16}),
+    ):
+        ours.clear(), seen.clear()
+        phases = (Phase(0.5), last.with_settings({"attention_dtype": "bfloat16"}))
+        with elfatt_sd.patched(pipe, PatchConfig("second half", phases, levels=9)):
+            runner(pipe, num_inference_steps=4)()
+        assert ours == [torch.float32] * 2 * layers + rounded * exact * layers
+        assert {dtype for dtype, own in seen if not own} == others
     phase = Phase(residual_steps=4, attention_dtype="bfloat16")
     assert (phase.exact, phase.dense, phase.residual_steps, phase.corrects) == (False, True, 1, False), "by itself"
