@@ -84,6 +84,8 @@ class PatchConfig:
     changes: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # that `with_settings` made, of an object
 
     def __post_init__(self) -> None:
+        if not isinstance(self.method, str) or not self.method:
+            raise ElfattError(f"method={self.method!r} is not accepted; give a name.")
         check_phases(self.phases)
         if self.max_downsample is not None and (
             isinstance(self.max_downsample, bool) or self.max_downsample not in DOWNSAMPLES

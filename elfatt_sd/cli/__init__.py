@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -143,7 +142,10 @@ def generate(
     asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
-    point = tuple(float(part) for part in at.split(",") if re.fullmatch(r"\d*\.?\d+", part.strip()))
+    try:
+        point = tuple(map(float, at.split(",")))
+    except ValueError:
+        point = ()
     check_wanted(step, point)
     if explain:
         need("--explain", "matplotlib")

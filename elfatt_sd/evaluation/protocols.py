@@ -202,6 +202,8 @@ class Protocol:
         if len(baselines) != 1:
             named = ", ".join(baselines) or "none"
             raise refused(f"{len(baselines)} cells of role 'baseline' ({named})", "exactly one")
+        if min(self.height, self.width) < 32 and any(choice.metric == "lpips" for choice in self.metrics):
+            raise refused(f"metric='lpips' of images of {self.height}x{self.width} pixels", "32 pixels on each side")
         known_keys("published.", self.published, ("source", "rows"))
         rows = self.published.get("rows", [])
         if not isinstance(rows, list | tuple) or not all(isinstance(row, Mapping) and "label" in row for row in rows):
@@ -292,8 +294,9 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
         _make_quick(data, limit)
     for override in overrides:
         _override(data, override)
-    for table, key in (("time", "repeats"), ("memory", "batches")):
-        if isinstance(settings := data.get(table), dict) and settings.get(key) in (0, []):  # nothing is to be measured
+    for table, key, none in (("time", "repeats", 0), ("memory", "batches", [])):  # where nothing is to be measured
+        settings = data.get(table)
+        if isinstance(settings, dict) and settings.get(key) == none and type(settings[key]) is type(none):
             del data[table]
     cells = data.get("cells")
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):

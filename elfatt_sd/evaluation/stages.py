@@ -6,6 +6,7 @@ A stage is skipped when it is finished and its inputs did not change.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import shutil
 import tempfile
@@ -18,7 +19,7 @@ from elfatt_sd.evaluation.extraction import by_first, check_exists, every_minute
 from elfatt_sd.evaluation.generate import generate, row_costs, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
-from elfatt_sd.evaluation.metrics import load_metrics
+from elfatt_sd.evaluation.metrics import MetricChoice, load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import TOLERANCE, Protocol, decisive, unequal
 from elfatt_sd.evaluation.records import SCORES_FORMAT, ResultsRecord, is_whole, read_data
@@ -76,10 +77,16 @@ def _done_before(run: Run) -> dict[str, str]:
 
 def extent(run: Run) -> str:
     """Say how many images a run has, and what they take of the disk, as an estimate."""
-    count, pixels = len(run.prompts) * len(run.rows), run.protocol.frames * run.protocol.height * run.protocol.width
-    needed = count * pixels * _PNG_BYTES_PER_PIXEL / 2**30
-    free = shutil.disk_usage(nearest_existing(run.folder)).free / 2**30
+    count = len(run.prompts) * len(run.rows)
+    needed, free = _disk(run)
     return f"{count} images, {len(run.prompts)} a row, about {needed:.2g} GiB of disk ({free:.3g} GiB are free)"
+
+
+def _disk(run: Run) -> tuple[float, float]:
+    """Return the GiB that a run's images take of the disk, as an estimate, and those that are free."""
+    protocol = run.protocol
+    pixels = len(run.prompts) * len(run.rows) * protocol.frames * protocol.height * protocol.width
+    return pixels * _PNG_BYTES_PER_PIXEL / 2**30, shutil.disk_usage(nearest_existing(run.folder)).free / 2**30
 
 
 def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[], Any]]:
@@ -113,6 +120,19 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
     protocol, found = run.protocol, dict[str, None]()
 
+    def disk() -> None:
+        needed, free = _disk(run)
+        if needed > free:
+            said = f"about {needed:.3g} GiB of disk are needed and {free:.3g} are free; make room."
+            raise ElfattError(f"{run.folder}: {said}")
+
+    def metrics(*choices: MetricChoice) -> None:
+        load_metrics(choices, network_device(protocol))
+
+    def scores(**changes: Any) -> None:
+        part = dataclasses.replace(protocol, **changes)
+        score_inputs(part, load_extractors(part))
+
     @contextlib.contextmanager
     def noted(where: str = "") -> Iterator[None]:
         try:
@@ -120,10 +140,16 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
         except ElfattError as error:
             found[f"{where}{error}"] = None
 
-    checks: list[Callable[[], Any]] = [lambda: check_writable(run.folder), run.check]
+    try:
+        pick_dtype(protocol.dtype, pick_device(protocol.device))
+    except ElfattError as error:
+        found[str(error)] = None
+        protocol = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
+    checks: list[Callable[[], Any]] = [lambda: check_writable(run.folder), run.check, disk]
     checks += [functools.partial(Run.open, other) for other in reuse]
-    checks += [*first_checks(protocol), lambda: load_metrics(protocol.metrics, network_device(protocol))]
-    checks.append(lambda: score_inputs(protocol, load_extractors(protocol)))
+    checks += [*first_checks(protocol), *(functools.partial(metrics, choice) for choice in protocol.metrics)]
+    checks += [functools.partial(scores, extractors=(each,), metrics=()) for each in protocol.extractors]
+    checks += [functools.partial(metrics, *protocol.metrics), scores]
     for check in checks:
         with noted():
             check()

@@ -180,9 +180,11 @@ def setting_text(value: Any) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Cut the middle of a text to so many characters: its ends are what tells rows apart."""
-    start = width // 2
-    return text if len(text) <= width else f"{text[:start].rstrip()}…{text[start + 1 - width :].lstrip()}"
+    """Cut the middle of a text to so many characters, at blanks where it can: its ends are what tells rows apart."""
+    if len(text) <= width:
+        return text
+    end = text[-(width * 3 // 5) :].split(" ", 1)[-1]
+    return f"{text[: width - len(end)].rpartition(' ')[0].rstrip(',') or text[: width - len(end) - 1]}…{end}"
 
 
 def _varied_settings(records: Sequence[ResultRow]) -> list[str]:
