@@ -20,7 +20,7 @@ help:
 	@echo "make demo         some prompts with both toys: untouched, the fastest method, the closest one"
 	@echo "make test         the tests"
 	@echo "make test-oldest  the core tests on diffusers 0.32.1"
-	@echo "make test-apart   the demo page in a browser, and weights quantised by torchao"
+	@echo "make test-apart   the page of the demo, and weights quantised by torchao"
 	@echo "make lint         ruff, mypy, layers of imports, sizes, and the prose;  make format mends what ruff can"
 	@echo "make size         how large the package and its tests are, and may be"
 	@echo "make docs         build the site into outputs/site, with all links checked"

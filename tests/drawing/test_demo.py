@@ -66,7 +66,6 @@ def test_what_is_wrong_with_a_field_is_one_line(given: dict[str, Any], says: str
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.browser
 @pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="gradio is not installed")
 def test_the_page_draws() -> None:
     """Through the interface that its own button uses."""
