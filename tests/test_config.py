@@ -98,6 +98,7 @@ BAD: list[tuple[dict[str, Any] | Callable[[], object], str]] = [  # more, as the
     (lambda: PatchConfig("x", (DENSE["float16"],), fp32_logits=True), "not accepted with fp32_logits=True"),
     (lambda: Phase(1.0, "reuse"), "give the number of steps that share one output"),
     (lambda: Phase(0), "until=0"),
+    (lambda: PatchConfig.from_dict({"method": 5}), "method=5 is not accepted; give a name"),
     (lambda: LayerPhases("a", (EXACT, EXACT)), "each must end later"),
     (lambda: PatchConfig("x", (Phase(0.5), Phase(0.5))), "later"),
     (lambda: PatchConfig.from_dict({"per_layer": [{"layer": "a"}]}), "accepted: layers, phases"),

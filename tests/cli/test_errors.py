@@ -75,6 +75,7 @@ generate "a red star" --negative-prompt
 generate "a red star" --explain --method sd
 generate "a red star" --explain --at 1,2
 generate "a red star" --explain --at middle
+generate "a red star" --explain --at 0.5,0.5,abc
 generate "a red star" --explain --step 0
 try toy "a red star" --rounds 0
 try toy "a red star" --seed -1

@@ -179,6 +179,10 @@ def test_a_torn_reference_picture_costs_no_images(
         ({}, []),
         ({"model": "/nowhere/sd", "extractors": ("clip:/nowhere/clip",)}, ["/nowhere/sd", "/nowhere/clip"]),
         ({"metrics": (MetricChoice("no_module:f"),), "device": "abacus"}, ["no_module:f", "device='abacus'"]),
+        (
+            {"device": "abacus", "extractors": ("clip:/nowhere/a", "clip:/nowhere/b")},
+            ["device='abacus'", "/nowhere/a", "/nowhere/b"],
+        ),
         ({"height": 33}, ["height=33 is not accepted"]),
         ({"metrics": (MetricChoice("prdc"),), "limit": 5}, ["metric 'prdc' needs more than 5 images and reference"]),
     ],

@@ -55,9 +55,9 @@ def probed(pipe: Any, run: Any = None, steps: int = 5) -> dict[str, LayerFigures
     return probe.figures
 
 
-@pytest.mark.parametrize("family", ["z_image", "wan", "cogvideox"])
+@pytest.mark.parametrize("family", ["Z-Image", "Wan", "CogVideoX"])
 def test_a_probed_run_is_untouched(family: str) -> None:
-    pipe, run = getattr(tiny_transformers, family)()
+    pipe, run = tiny_transformers.made(family)
     figures = probed(pipe, run, 3)
     assert figures and {*figures} <= {layer.name for layer in find_layers(main_denoiser(pipe))}
     for own in figures.values():

@@ -137,7 +137,7 @@ def test_rows_are_told_apart_and_settings_that_vary_have_their_column(results):
     assert list(columns(table))[:3] == ["Method", "Ratio", "Block size"]
     assert [entry.text for entry in columns(table)["FID ↓"]] == ["—", "—", "—", "30.8", "—"]
     cut = [shortened("sampled keys, other numbers, groups 1", width) for width in (20, 37)]
-    assert cut == ["sampled ke…groups 1", "sampled keys, other numbers, groups 1"]
+    assert cut == ["sampled…groups 1", "sampled keys, other numbers, groups 1"]
 
 
 def test_what_departs_from_the_published_protocol_is_named(results):
