@@ -8,7 +8,7 @@ JOBS ?= auto
 SIZE := 6 GB on Linux, of which 4.3 GB are CUDA libraries for PyTorch; 1 GB on macOS
 # What touches diffusers: models, pipelines, schedulers, compilation. Mathematics, reports and docs are the same everywhere.
 OLDEST := families compatibility gpu methods toy runtime attention/test_softmax.py cli/test_generate.py \
-  benchmarking/test_bench.py \
+  benchmarking/test_orders.py \
   drawing/test_running.py drawing/test_compare.py \
   $(addprefix test_,$(addsuffix .py,errors identity loading patch peers plans))
 APART := tests/drawing/test_demo.py tests/compatibility/test_features.py

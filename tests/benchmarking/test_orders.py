@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from support import tiny_pipelines as tiny
@@ -216,6 +217,7 @@ def test_every_step_of_a_transformer(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(not hasattr(diffusers, "AutoencoderKLWan"), reason="this version of diffusers has no Wan 2.2")
 def test_a_video_model_has_frames(folder: Path, loaded: dict[str, Any]) -> None:
     """Wan 2.2: in each step, the layers of the transformer that it calls."""
     loaded["pipe"] = tiny_transformers.wan22(folder)
