@@ -93,7 +93,7 @@ class _Found(NamedTuple):
 
 
 class Schedule:
-    """Follows the runs of one denoiser, in each thread.
+    """Follows the runs of one pipeline, of all its denoisers, in each thread.
 
     Pipelines around one denoiser have schedulers of their own. A timestep is looked up on those of the functions that
     lead to the call, from the innermost outwards, and on the patched pipeline's at last.
