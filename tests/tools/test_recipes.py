@@ -96,36 +96,17 @@ def test_training_parts_compute_what_the_unet_does():
     """Fed with what the outer level hands down, the inner levels hand up what it gets; no limit is exact."""
     torch.manual_seed(0)
     unet: UNet2DConditionModel = models.build("unet", models.TINY).eval()
-    seen = {}
-    hooks = [
-        unet.down_blocks[0].downsamplers[0].register_forward_hook(lambda _m, _i, out: seen.update(down=out)),
-        unet.up_blocks[2].upsamplers[0].register_forward_hook(lambda _m, args, _o: seen.update(up=args[0])),
-    ]
+    down, up = [], []
+    hooks = [unet.down_blocks[0].downsamplers[0].register_forward_hook(lambda *call: down.append(call[-1]))]
+    hooks += [unet.up_blocks[2].upsamplers[0].register_forward_hook(lambda *call: up.append(call[1][0]))]
     inputs = torch.randn(2, 4, 16, 16), torch.tensor([3, 700]), torch.randn(2, 7, models.TINY.text)
     with torch.no_grad():
         expected = unet(*inputs).sample
         for hook in hooks:
             hook.remove()
-        inner = growing.inner_levels(unet, seen["down"], *inputs[1:], 1)
-        torch.testing.assert_close(inner, seen["up"])
+        torch.testing.assert_close(growing.inner_levels(unet, down[0], *inputs[1:], 1), up[0])
         growing.train_with(unet, None)
         torch.testing.assert_close(unet(*inputs).sample, expected, rtol=1e-4, atol=1e-5)
-        growing.train_with(unet, 4)
-        assert not torch.allclose(unet(*inputs).sample, expected, atol=1e-4)
-
-
-def test_a_checkpoint_is_old_or_new_but_never_broken(tmp_path, monkeypatch):
-    path = tmp_path / "state.pt"
-    training.save({"step": 1}, path)
-
-    def fail(state, target):
-        target.write(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(KeyboardInterrupt):
-        training.save({"step": 2}, path)
-    assert torch.load(path, weights_only=True) == {"step": 1}
 
 
 def test_a_measurement_goes_on_and_says_how_many_images_it_has(pipeline, tmp_path, monkeypatch):
@@ -152,14 +133,13 @@ def test_a_measurement_goes_on_and_says_how_many_images_it_has(pipeline, tmp_pat
 def test_every_word_is_one_token_and_all_wordings_leave_room(tmp_path):
     dit_models.save_tokenizer(tmp_path)
     tokenizer = transformers.T5TokenizerFast.from_pretrained(tmp_path)
-    for prompt in CLASS_PROMPTS[::97]:
-        ids = tokenizer(prompt).input_ids
-        assert len(ids) == len(prompt.split()) + 1 and tokenizer.decode(ids, skip_special_tokens=True) == prompt
-    unknown = dit_models.PIECES.index(dit_models.UNKNOWN)
-    assert unknown in tokenizer("a walrus").input_ids and len(tokenizer) == len(dit_models.PIECES)
+    assert all(len(tokenizer(prompt).input_ids) == len(prompt.split()) + 1 for prompt in CLASS_PROMPTS[::97])
     texts = [text for labels in itertools.product(*ATTRIBUTES.values()) for text in recipe.wordings(*labels)]
-    assert not any(unknown in row for row in tokenizer(texts[:200]).input_ids)
-    longest = max(map(len, tokenizer([max(texts, key=lambda text: len(text.split()))]).input_ids))
+    unknown = dit_models.PIECES.index(dit_models.UNKNOWN)
+    assert unknown in tokenizer("a walrus").input_ids and not any(
+        unknown in row for row in tokenizer(texts[:200]).input_ids
+    )
+    longest = len(tokenizer(max(texts, key=lambda text: len(text.split()))).input_ids)
     assert longest + dit_models.FULL.layers * dit_models.REACH < denoiser.SLOTS
 
 
@@ -202,13 +182,3 @@ def test_latents_are_packed_and_placed_as_the_pipeline_does_on_all_grids():
     times = torch.tensor([0.1, 0.5, 0.9])
     coarse = dit_recipe.shift(times, 1 / 4)  # averaged over 4x4 tokens, noise is a quarter as large
     torch.testing.assert_close(coarse / (1 - coarse), times / (1 - times) / 4)
-
-
-@pytest.mark.parametrize("most", [1, 100])
-def test_a_bias_counts_a_key_several_times(monkeypatch, most):
-    monkeypatch.setattr(denoiser, "MATRIX_KEYS", most)
-    query, key, value = torch.randn(3, 2, 5, 4, 8, generator=seeded()).unbind(0)
-    counts = torch.tensor([1, 3, 1, 7, 2])
-    many = [x.repeat_interleave(counts, 1) for x in (key, value)]
-    found = denoiser.attend(query, key, value, counts.log())
-    torch.testing.assert_close(found, denoiser.attend(query, *many, None))
