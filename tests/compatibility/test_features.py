@@ -74,11 +74,6 @@ def kind(name: str, **given: Any) -> Make:
     return drawn(make, **given)
 
 
-def sdxl(name: str, **given: Any) -> Make:
-    own = {"feature_extractor": None, "add_watermarker": False}
-    return drawn(lambda folder: like(getattr(diffusers, f"StableDiffusionXL{name}"), tiny.sdxl(folder), **own), **given)
-
-
 def refiner(folder: Path) -> Any:
     given = {"requires_aesthetics_score": True, "add_watermarker": False}
     return tiny.quiet(diffusers.StableDiffusionXLImg2ImgPipeline(**tiny.sdxl_parts(folder, refiner=True), **given))
@@ -222,22 +217,20 @@ def cache(name: str, **config: Any) -> Put:
 
 
 TO_IMAGE: dict[str, Any] = {"image": picture(), "strength": 0.75, "num_inference_steps": 8}
-LARGE = {**TO_IMAGE, "image": picture(64, 64)}
 MASKED = {"image": picture(), "mask_image": picture(channels=1).round(), "height": 32, "width": 32}
 ODD = {"strength": 1.0}  # 17x9 is 9x5 on the next level: rounded up, as the convolutions do
 BOXES = {"boxes": torch.rand(3, 2, 4), "masks": torch.ones(3, 2), "positive_embeddings": torch.rand(3, 2, 32)}
 NETS: Any = {"controlnet": lambda: tiny.controlnet(tiny.unet())}
 TWO_NETS: Any = {"controlnet": lambda: [tiny.controlnet(tiny.unet()) for _ in range(2)]}
 ROWS = {
-    "guidance": Row(drawn(sd15, guidance_scale=7.5)),
     "no guidance, three images": Row(drawn(sd15, guidance_scale=1.0, num_images_per_prompt=3)),
     "SD 2": Row(drawn(lambda folder: like(diffusers.StableDiffusionPipeline, tiny.sd2(folder), scheduler=tiny.ddim()))),
     "17x9": Row(kind("Img2Img", image=picture(34, 18), **ODD)),
     "image to image": Row(kind("Img2Img", **TO_IMAGE), calls=(2, 4)),
     "inpainting, nine channels": Row(kind("Inpaint", unet=lambda: tiny.unet(in_channels=9), **MASKED)),
     "pix2pix, a batch of three": Row(kind("InstructPix2Pix", unet=lambda: tiny.unet(in_channels=8), image=picture())),
-    "SDXL": Row(sdxl("Pipeline")),
-    "SDXL refiner": Row(drawn(refiner, **{**LARGE, "strength": 0.5}), calls=(0, 4)),
+    "SDXL": Row(drawn(tiny.sdxl)),
+    "SDXL refiner": Row(drawn(refiner, **{**TO_IMAGE, "image": picture(64, 64), "strength": 0.5}), calls=(0, 4)),
     "upscaler": Row(drawn(upscaler, image=picture(16, 16))),
     "AnimateDiff": Row(drawn(animatediff, num_frames=3)),
     "ControlNet": Row(kind("ControlNet", **NETS, image=picture()), layers=4),

@@ -305,6 +305,7 @@ def test_the_patch_of_a_pipeline_does_not_follow_into_a_copy_of_its_parts(folder
     assert calls
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
 @pytest.mark.parametrize("method", ACTIVE)
 def test_a_run_of_one_step(folder: Path, method: str) -> None:
     """The method acts, or says that it does not; then its remedy acts."""

@@ -172,6 +172,18 @@ def test_inputs_and_levels_on_other_devices(machine: Machine, name: str, given: 
 
 
 @needs_cuda
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_blocks_keep_a_difference_where_they_are(machine: Machine) -> None:
+    model = machine.move(tiny.unet(**SMALL), torch.float16)
+    elfatt_sd.apply_patch(model, PatchConfig("own", (Phase(1.0, "sampled", keys=16, residual_steps=2),)))
+    for module in model.modules():
+        if type(module).__name__ == "BasicTransformerBlock":
+            module.compile(backend="eager", fullgraph=True)
+    for machine.step in range(2):
+        assert machine.call(model, torch.float16, rows=1, side=8).device == GPU
+
+
+@needs_cuda
 @pytest.mark.parametrize("family", [*FAMILIES, "PixArt", "Flux.1"])
 def test_transformers(machine: Machine, family: str) -> None:
     dtype = HALF[len(family) % 2]

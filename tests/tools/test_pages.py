@@ -17,7 +17,6 @@ from elfatt_sd.benchmarking.report import save
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report import charts, load_results, write_report, written_tables
 from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.tables import TO
 from elfatt_sd.evaluation.run import FORMAT
 from elfatt_sd.files import write_json
 from tools import publish as tool
@@ -27,7 +26,6 @@ from tools.pages.blocks import MISSING
 from tools.pages.compare import compare_rows
 from tools.pages.evaluation import fill_page
 from tools.pages.goals import goals_table
-from tools.pages.pareto import draw_pareto
 from tools.publish import publish
 
 ROOT = Path(__file__).parents[2]
@@ -158,14 +156,6 @@ def row(cell: str, psnr: list[float | None] | None, ssim: list[float] | None = N
     return {"cell": cell, "label": cell.upper(), "method": "custom", "paired": paired, **fields}
 
 
-def timed(label: str, speed: float | None, psnr: float, **fields: Any) -> dict[str, Any]:
-    ratio = {"median": speed, "low": 0.9 * speed, "high": 1.1 * speed} if speed else None
-    paired = {"psnr": {"mean": psnr, "interval": [psnr - 1, psnr + 1], "identical": 0}}
-    time = ratio and {"unet": {"seconds_per_image": 1.0, "ratio": ratio}}
-    made = {"cell": label, "label": label, "method": "custom", "images": 64, "paired": paired, "time": time}
-    return {**made, **fields}
-
-
 def data(*rows: dict[str, Any], name: str = "study", **protocol: Any) -> dict[str, Any]:
     settings = {"model": "toy", "steps": 25, "height": 256, "width": 256, **protocol}
     untouched = {"cell": "sd", "method": "sd", "label": "SD", "role": "baseline"}
@@ -218,56 +208,19 @@ def test_pictures_of_other_prompts_or_another_pipeline_are_not_compared(
         compare_rows(Results(data(row("a", FIRST), row("old", None))), named, [second])
 
 
-@pytest.fixture
-def studies() -> list[dict[str, Any]]:
-    """`fast` and `close` are best in one figure, `middle` lies above their line, `worse` is beaten by all."""
-    first = [timed("fast", 2.0, 20.0), timed("worse", 1.1, 15.0), timed("null", 3.0, 50.0, role="null")]
-    second = [timed("close", 1.25, 40.0), timed("middle", 1.6, 30.0), timed("untimed", None, 60.0)]
-    second.append(timed("preset", 1.2, 16.0, method="elfatt"))
-    return [data(*first, name="study_a"), data(*second, name="study_b")]
-
-
-def test_rows_that_no_other_beats_are_named(studies: list[dict[str, Any]]) -> None:
-    """From the fastest to the slowest; a preset is named wherever it lies. Two threads may speed up one part more."""
-    chart, table = draw_pareto([Results(run) for run in studies])
-    lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    assert [(line[1], line[2], line[-1]) for line in lines] == [
-        ("fast", "study\\_a", "no"),
-        ("middle", "study\\_b", "no"),
-        ("close", "study\\_b", "no"),
-        ("preset", "study\\_b", "yes"),
-    ]
-    assert lines[0][3:5] == ["64", f"2.00 (1.80{TO}2.20)"] and len(chart.points) == 5
-    threads = [{**run, "environment": {"cpu_threads": count}} for run, count in zip(studies, (1, 2), strict=True)]
-    said = draw_pareto([Results(each) for each in (*threads, threads[1])])[0].caption
-    assert said.endswith("Timed with different numbers of threads: `study_a` with 1, the others with 2.")
-    with pytest.raises(ElfattError, match="different steps have nothing in common: study_a 25, large 50"):
-        draw_pareto([Results(studies[0]), Results(data(name="large", steps=50))])
-
-
 def test_few_rounds_a_busy_machine_and_missing_figures_decide_no_goal(tmp_path: Path) -> None:
-    """The committed table has what rounds contradict and a floor does not reach."""
     files = {path.stem: json.loads(path.read_text()) for path in BENCHMARKS.glob("*.json")}
-
-    def goals() -> list[str]:
-        for name, content in files.items():
-            (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        return goals_table(tmp_path).splitlines()[2:]
-
-    for row in [*files["merging"]["rows"], *files["unet-512"]["rows"]]:
-        row["rounds"] = 3 if "tokens" in row else 1
-    for group in (*files["growth"]["groups"], *files["unet-512"]["groups"]):
+    for row in files["merging"]["rows"]:
+        row["rounds"] = 3
+    for group in files["growth"]["groups"]:
         for sitting in group["sittings"]:
             sitting["bystanders"] = None if group["key"].get("tokens") == 4096 else 0.3
     files["unet-1024"]["rows"][0]["peak_bytes"] = None
-    last = [line.split(" | ")[-1] for line in goals()]
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    lines = goals_table(tmp_path).splitlines()[2:]
+    last = [line.split(" | ")[-1] for line in lines]
     assert last[:4] == ["only 3 rounds |"] * 4
-    assert last[4] == "met |", "what others took is unknown"
-    assert last[5:7] == ["machine busy (30%) |"] * 2 and last[7:10] == ["only 1 round, machine busy (30%) |"] * 3
-    missing = [line.split(" | ")[0] for line in goals() if "not measured yet" in line]
+    assert last[4:6] == ["met |", "machine busy (30%) |"], "what others took is unknown in the first"
+    missing = [line.split(" | ")[0] for line in lines if "not measured yet" in line]
     assert missing == ["| peak memory, 1024x1024: greatest fraction of the untouched call's"]
-    files = {"merging": {"rows": []}}
-    for path in tmp_path.glob("*.json"):
-        path.unlink()
-    empty = goals()
-    assert len(empty) == 23 and all("not measured yet" in line for line in empty)
