@@ -263,8 +263,6 @@ GROUPS = {"offload_type": "block_level", "num_blocks_per_group": 1}
 FLOAT8 = {"storage_dtype": torch.float8_e4m3fn, "compute_dtype": torch.float32}
 PYRAMID = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (-1, 2000)}
 BLOCKS = {"spatial_attention_block_identifiers": ("transformer_blocks",)}
-
-
 MAG = {"mag_ratios": [1.0] * STEPS, "num_inference_steps": STEPS, "max_skip_steps": 1}
 WEIGHTS: dict[str, tuple[Put, Any]] = {
     "LoRA": (lora, "image"),

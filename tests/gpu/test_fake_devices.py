@@ -13,7 +13,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import FEW_KEYS, generator, recorded
+from support.checks import ACTIVE, FEW_KEYS, generator, recorded
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -21,7 +21,6 @@ from torch.nn import functional
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase, devices, visualize
 from elfatt_sd.attention.softmax import make_ready, softmax_attention
-from elfatt_sd.config import METHODS
 from elfatt_sd.drawing import doctor
 from elfatt_sd.families import family_of, joint, main_denoiser, unwrap
 from elfatt_sd.loading import pick_device
@@ -109,26 +108,22 @@ HALF = [torch.float16, torch.bfloat16]
 SMALL = {**tiny.ONE_LEVEL, "block_out_channels": (16,), "sample_size": 16}
 ORDERS = ("sequence", "raster", "windows", "curve", "strided", "spread")
 PHASES = {
+    **FEW_KEYS,
     "softmax": Phase(1.0, "softmax", ratio=0.5),
     "softmax, ordered destinations": Phase(1.0, "softmax", ratio=0.3, stride=4),
-    "agent": Phase(1.0, "agent", agents=8),
     "agent, merged": Phase(1.0, "agent", agent_source="merged", ratio=0.5),
     **{f"block, {order}": Phase(1.0, "block", block_size=24, block_order=order) for order in ORDERS},
     "block, merged, spread": Phase(1.0, "block", block_size=24, block_order="spread", ratio=0.5),
     "block, second order": Phase(1.0, "block", block_size=24, block_order="curve", second_order="spread"),
-    "elfatt, spread": Phase(1.0, "elfatt", block_size=24, agents=8, block_order="spread"),
     "elfatt, channels": Phase(1.0, "elfatt", block_size=24, agents=8, split="channels", ratio=0.5),
-    "cell_spread": Phase(1.0, "cell_spread", block_size=16),
-    "cell_spread, cells": Phase(1.0, "cell_spread", block_size=16, cell=8),
-    "sampled": Phase(1.0, "sampled", keys=16),
     "sampled, columns": Phase(1.0, "sampled", keys=16, groups=3, lattice=False),
     "sampled, one draw": Phase(1.0, "sampled", keys=16, groups=3, redraw=False),
 }
-ELSEWHERE = ("softmax", "agent, merged", "elfatt, spread", "cell_spread, cells", "sampled")
+ELSEWHERE = ("softmax", "agent, merged", "elfatt", "cell_spread, cells", "sampled")
 JOINT = [*FEW_KEYS.values(), Phase(1.0, "cell_spread", block_size=16, cell=8, residual_steps=2)]
 FAMILIES = ("Stable Diffusion 3", "Qwen-Image", "Z-Image", "Wan", "LTX-Video", "HunyuanVideo", "CogVideoX")
 CONFIGS = {
-    **{str(method): PatchConfig.preset(method) for method in METHODS if method != "sd"},
+    **{f"preset {method}": PatchConfig.preset(method) for method in ACTIVE},
     "use_rand": PatchConfig.preset("tome", use_rand=False),
     "reuse_steps": PatchConfig.preset("tome", reuse_steps=2),
     "reuse_layers": PatchConfig.preset("tome", reuse_layers=True),
