@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from elfatt_sd import benchmarking
-from elfatt_sd.benchmarking import Model, random_unet
+from elfatt_sd.benchmarking import Model, fill
 from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.families.shapes import empty_unet
 
 SMALL: dict[str, Any] = {
     "sample_size": 16,
@@ -54,7 +55,7 @@ def cpu() -> torch.device:
 @pytest.fixture(scope="session")
 def model(cpu: torch.device) -> Model:
     """A UNet with two levels, seven self-attention layers and random weights."""
-    return Model(random_unet(SMALL, cpu, torch.float32), 8)
+    return Model(fill(empty_unet(SMALL), cpu, torch.float32), 8)
 
 
 @pytest.fixture
@@ -62,6 +63,13 @@ def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named shapes are small ones."""
     monkeypatch.setattr(benchmarking, "SHAPES", {"sd15": SMALL, "sdxl": SMALL_XL})
     monkeypatch.setattr(benchmarking, "VAE", SMALL_VAE)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of 32 channels."""
+    monkeypatch.setattr(benchmarking, "CHANNELS", 32)
+    monkeypatch.setattr(benchmarking, "HEADS", 4)
 
 
 @pytest.fixture

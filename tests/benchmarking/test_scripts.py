@@ -24,7 +24,6 @@ from benchmarks.goals import all_goals
 from benchmarks.graphs import graphed_call
 from benchmarks.growth import growth, make_exponents
 from benchmarks.host import host
-from benchmarks.merging import merging
 from benchmarks.shown import write_suite
 from elfatt_sd import benchmarking
 from elfatt_sd.benchmarking import Model, layer_phases
@@ -35,15 +34,20 @@ from elfatt_sd.runtime import call as state_module
 
 
 def test_a_script_prints_its_table_and_writes_its_files(tmp_path: Path) -> None:
-    options = ["--tokens", "64", "--repeats", "1", "--dtype", "float32", "--out", str(tmp_path)]
+    """Merging against that of tomesd, in both dtypes that a CPU has."""
+    options = ["--tokens", "64", "--repeats", "1", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.merging", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "64 tokens, batch 2, float32:\n\n| method |" in done.stdout
+    assert "64 tokens, batch 2:\n\n| dtype | method |" in done.stdout
     assert {path.suffix for path in tmp_path.glob("merging.*")} == {".json", ".md", ".png"}
-    said = json.loads((tmp_path / "merging.json").read_text())["command"]
-    assert said.startswith("python -m benchmarks.merging --to")
+    results = json.loads((tmp_path / "merging.json").read_text())
+    assert results["command"].startswith("python -m benchmarks.merging --to")
+    found = [(row["dtype"], row["method"]) for row in results["rows"]]
+    names = ("tomesd", "ours", "floor: similarities")
+    assert found == [(dtype, name) for dtype in ("float32", "bfloat16") for name in names]
+    assert results["rows"][0]["speed"] == {"tomesd": {"median": 1.0, "min": 1.0, "max": 1.0}}
 
 
 def test_goals_of_the_host(tmp_path: Path) -> None:
@@ -60,24 +64,14 @@ def test_goals_of_the_host(tmp_path: Path) -> None:
     assert len(lines) == 2 + len(rows) and plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_merging(tmp_path: Path) -> None:
-    results = merging(tokens=[256], channels=32, repeats=2, device="cpu")
-    names = ("tomesd", "ours", "floor: similarities")
-    found = [(row["dtype"], row["method"]) for row in results["rows"]]
-    assert found == [(dtype, name) for dtype in ("float32", "bfloat16") for name in names]
-    assert results["rows"][0]["speed"] == {"tomesd": {"median": 1.0, "min": 1.0, "max": 1.0}}
-    check_saved(results, tmp_path)
-
-
-def test_growth_and_its_exponents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("narrow")
+def test_growth_and_its_exponents(tmp_path: Path) -> None:
     """Of each round that all sizes have; what was timed at one size has none."""
     times = {4096: [4096**2, 4096, 4096], 65536: [65536**2, 65536], 16384: [16384**2, 16384, 1.0]}
     groups = [{"key": {"part": "layer", "tokens": size}, "times": {"a": taken}} for size, taken in times.items()]
     groups[0]["times"] |= {"b": [1.0], "c": []}
     expected = {"layer": {"a": pytest.approx({"median": 1.5, "min": 1, "max": 2}), "b": None}}
     assert make_exponents(groups) == expected
-    monkeypatch.setattr(benchmarking, "CHANNELS", 32)
-    monkeypatch.setattr(benchmarking, "HEADS", 4)
     results = growth([256, 64], block_size=16, **QUICK)
     sizes = [row["tokens"] for row in results["rows"]]
     assert sizes == sorted(sizes) and set(results["exponents"]) == {"attention", "layer"}
@@ -199,10 +193,9 @@ def test_it_writes_after_every_part(suite: Any, run: Any, tmp_path: Path, monkey
     assert read(tmp_path) == results
 
 
+@pytest.mark.usefixtures("narrow")
 def test_every_kind_of_part_runs(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Growth, a transformer, another layout, a large batch, compiled; a size that one part alone has gets its slope."""
-    monkeypatch.setattr(benchmarking, "CHANNELS", 32)
-    monkeypatch.setattr(benchmarking, "HEADS", 4)
     monkeypatch.setattr(torch, "compile", lambda unet, dynamic: unet)
     parts = ["growth", "flux 1024 batch 1", "sd15 1024 batch 1 graph channels_last", "sdxl 512 batch 48"]
     results = run(*parts, "sd15 512 batch 1 compiled")
@@ -225,7 +218,7 @@ def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
 ) -> None:
     """Stopped by the system, or by its own clock, it concludes; after a failure it goes on."""
     before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGTERM", "SIGALRM")}
-    original, timed, went_on = suite.Record.time, [], []
+    original, timed, went_on = suite.Session.time, [], []
 
     def time(self: Any, key: Any, *args: Any) -> None:
         if timed and number is None:
@@ -235,7 +228,7 @@ def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
         if number is not None:
             signal.raise_signal(getattr(signal, number))
 
-    monkeypatch.setattr(suite.Record, "time", time)
+    monkeypatch.setattr(suite.Session, "time", time)
     monkeypatch.setattr(suite.Suite, "merging", lambda self: went_on.append(1))
     if number is None:
         run("kernels", "merging")
@@ -262,19 +255,20 @@ def row(method: str, times: float, floor: str | None = None, own: float | None =
     return made | {"parts": measured} if own else made
 
 
+FLOOR, FAST = row("floor", 2.0), "elfatt-fast"
+
+
 @pytest.mark.parametrize(
     ("part", "rows", "goals"),
     [
         # Of the floor's gain at 768 pixels and above, in the method's own phase; here the floor is twice as fast.
-        ("sd15 1024 batch 1", [row("floor", 2.0), row("elfatt-fast", 1.5, "floor", 2.0)], {"elfatt-fast": (1.0, True)}),
-        ("sd15 1024 batch 1", [row("floor", 2.0), row("elfatt-fast", 1.5, "floor", 1.7)],
-         {"elfatt-fast": (0.7, False)}),
+        ("sd15 1024 batch 1", [FLOOR, row(FAST, 1.5, "floor", 2.0)], {FAST: (1.0, True)}),
+        ("sd15 1024 batch 1", [FLOOR, row(FAST, 1.5, "floor", 1.7)], {FAST: (0.7, False)}),
         # With graphs at 512 pixels none may be slower than untouched.
-        ("sd15 512 batch 1 graph", [row("tome", 0.8), row("elfatt-fast", 1.6)],
-         {"tome": (0.8, False), "elfatt-fast": (1.6, True)}),
+        ("sd15 512 batch 1 graph", [row("tome", 0.8), row(FAST, 1.6)], {"tome": (0.8, False), FAST: (1.6, True)}),
         ("sd15 512 batch 1", [row("tome", 0.8)], {}),
     ],
-)  # fmt: skip
+)
 def test_goals(part: str, rows: list[dict[str, Any]], goals: dict[str, tuple[float, bool]]) -> None:
     found = all_goals({part: {"rows": [row("untouched", 1.0), *rows]}})
     assert {goal["method"]: (pytest.approx(goal["gain"]), goal["gain"] >= goal["goal"]) for goal in found} == goals
@@ -301,7 +295,7 @@ def test_correctness_host_and_report(suite: Any, run: Any, tmp_path: Path, monke
 
 def test_what_is_wrong_on_a_device_is_found(suite: Any, monkeypatch: pytest.MonkeyPatch, cpu: Any) -> None:
     """A patched layer that is a little off, one that raises, and one that gives NaN."""
-    model = suite.Model(suite.random_unet(suite.TINY, cpu, torch.float32), 8)
+    model = suite.Model(suite.fill(suite.empty_unet(suite.TINY), cpu, torch.float32), 8)
     found = correctness._output
 
     def output(own: Any, variant: Any, size: int) -> torch.Tensor:
