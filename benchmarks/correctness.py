@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from elfatt_sd.benchmarking import Model, unet_call
 from elfatt_sd.benchmarking.record import Results, Session
-from elfatt_sd.benchmarking.variants import UNPATCHED, Variant, fitted_methods, line_up, resolve_methods
+from elfatt_sd.benchmarking.variants import UNPATCHED, Variant, line_up, resolve_methods
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import copy_structure
 from elfatt_sd.phases import Backend
@@ -53,7 +53,7 @@ def correctness(
     configs = resolve_methods(methods)
     with torch.backends.cudnn.flags(allow_tf32=False):
         for name, model in models.items():
-            lineup = line_up(fitted_methods(configs, model.unet, named=False), by_phase=True)
+            lineup = line_up(configs, model.unet, by_phase=True, named=False)
             variants = {key: each for key, each in lineup.variants.items() if each.kind in ("patch", UNPATCHED)}
             record.keep_rows({"model": name}, [*_rows(model, variants, size, device, dtypes, backends)])
     return record.results

@@ -14,11 +14,9 @@ from torch.profiler import profile as profiler
 
 from elfatt_sd.benchmarking import Model, unet_call, units_of
 from elfatt_sd.benchmarking.record import Results, Session
-from elfatt_sd.benchmarking.variants import FLOOR, fitted_methods, line_up, resolve_methods
+from elfatt_sd.benchmarking.variants import FLOOR, line_up, resolve_methods
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import synchronize
-from elfatt_sd.families import family_of
-from elfatt_sd.families.unet import UNet
 from elfatt_sd.measure import Call
 from elfatt_sd.phases import Backend
 
@@ -52,9 +50,8 @@ def profile(
         Machine, settings, and a row for each variant: `host` (seconds until the call returns), `wall` (until the device
         is done), `device` (the sum of its kernels), the number of `kernels`, those that attend, and the `longest`.
     """
-    configs = fitted_methods(resolve_methods(methods), model.unet, named=methods is not None)
-    unet = isinstance(family_of(model.unet), UNet)
-    lineup = line_up(configs, by_phase=True, unet=unet, competitors=competitors)
+    own: dict[str, Any] = {"named": methods is not None, "competitors": competitors}
+    lineup = line_up(resolve_methods(methods), model.unet, by_phase=True, **own)
     key = {"size": size, "batch": batch}
     dtype = str(next(model.unet.parameters()).dtype).removeprefix("torch.")
     record = (session or Session()).begin(

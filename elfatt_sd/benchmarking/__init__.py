@@ -28,7 +28,6 @@ from elfatt_sd.benchmarking.variants import (
     UNPATCHED,
     Size,
     Variant,
-    fitted_methods,
     forget_matchings,
     forget_residuals,
     grid_side,
@@ -52,7 +51,6 @@ from elfatt_sd.families.shapes import (
     empty_unet,
 )
 from elfatt_sd.families.shapes import SHAPES as SHAPES
-from elfatt_sd.families.unet import UNet
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax, attentions, is_own
@@ -343,9 +341,8 @@ def unet(
     batches = (batch, 2 * batch) if memory is None else memory
     chosen = resolve_methods(methods, **settings)
     made = model if isinstance(model, Model) else make_model(model, place, precision, variant, sizes)
-    chosen = fitted_methods(chosen, made.unet, named=methods is not None)
-    ending, unet = COMPILED * compile + AUTOTUNED * autotune, isinstance(family_of(made.unet), UNet)
-    lineup = line_up(chosen, by_phase=True, unet=unet, ending=ending, competitors=competitors)
+    own: dict[str, Any] = {"ending": COMPILED * compile + AUTOTUNED * autotune, "competitors": competitors}
+    lineup = line_up(chosen, made.unet, by_phase=True, named=methods is not None, **own)
     about: dict[str, Any] = {
         "model": model if isinstance(model, str) else "given",
         "dtype": str(precision).removeprefix("torch."),
@@ -433,9 +430,7 @@ def pipeline(
     pipe, inputs = make_pipeline(model, place, precision, batch, variant)
     pipe.set_progress_bar_config(disable=True)
     check_steps(pipe, steps)
-    denoiser = main_denoiser(pipe)
-    chosen = fitted_methods(chosen, denoiser, named=methods is not None)
-    lineup = line_up(chosen, by_phase=False, unet=isinstance(family_of(denoiser), UNet))
+    lineup = line_up(chosen, main_denoiser(pipe), by_phase=False, named=methods is not None)
     twins = {name: twin(pipe, each) for name, each in lineup.variants.items()}
     about: dict[str, Any] = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
     about |= {"variants": lineup.described(), **({"variant": variant} if variant else {})}

@@ -21,6 +21,7 @@ from elfatt_sd.config import METHODS, Method, PatchConfig, method_named, method_
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import (
     SelfAttention,
+    family_of,
     find_layers,
     levels_of,
     main_denoiser,
@@ -28,6 +29,7 @@ from elfatt_sd.families import (
     step_denoisers,
 )
 from elfatt_sd.families.joint import with_attention
+from elfatt_sd.families.unet import UNet
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.peers import PEERS, check_settings, running
 from elfatt_sd.phases import EXACT, Backend, Phase
@@ -237,7 +239,7 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
     return _once(found)
 
 
-def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool) -> list[PatchConfig]:
+def _fitted(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool) -> list[PatchConfig]:
     """Return the configurations that methods are on a denoiser, each kind of work once."""
     denoisers, levels = {"denoiser": denoiser}, max(1, len(levels_of(find_layers(denoiser))))
     found = [fitted(config, denoisers) for config in configs if named or fits(config, denoisers)]
@@ -262,31 +264,25 @@ def same_work(one: PatchConfig, other: PatchConfig) -> bool:
 
 
 def line_up(
-    configs: Iterable[PatchConfig],
+    configs: Sequence[PatchConfig],
+    denoiser: nn.Module | None = None,
     *,
     by_phase: bool,
-    unet: bool = True,
+    named: bool = True,
     ending: str = "",
     competitors: Iterable[Backend] = (),
 ) -> Lineup:
     """Work out what to time for methods: each as a whole, or a call in each of its phases.
 
-    Untouched is first, tomesd before our own token merging, and the floors come after the methods.
-
-    Args:
-        configs: the methods.
-        by_phase: time calls, of which a method's run is made.
-        unet: whether the denoiser is one: tomesd patches nothing else.
-        ending: `AUTOTUNED` or `COMPILED`, for twins of the patches, or of all that are not peers.
-        competitors: backends of exact attention in all layers, which are rows of their own.
-
-    Raises:
-        ElfattError: a peer does other work in one step than in another, so that only a whole run tells its time.
+    Untouched is first, tomesd before our own token merging, and the floors come after the methods. Methods that do not
+    fit the denoiser are left out, or refused where somebody `named` them. The `ending` is that of twins: `AUTOTUNED`
+    of patches, `COMPILED` of all that are not peers. Competitors are backends of exact attention in all layers.
     """
+    tomesd = denoiser is None or isinstance(family_of(denoiser), UNet)  # which patches nothing else
     lineup = Lineup({UNPATCHED: UNTOUCHED}, {})
     lineup.add(UNPATCHED, UNTOUCHED)
     floors: dict[str, Variant] = {}
-    for config in configs:
+    for config in configs if denoiser is None else _fitted(configs, denoiser, named=named):
         method = config.method
         if differs_by_step(method):
             if by_phase:
@@ -302,7 +298,7 @@ def line_up(
             layers = dataclasses.replace(layers, phases=config.phases, per_layer=config.per_layer)
         floors.setdefault(floor, Variant(FLOOR, layers))
         peer = is_peer(method)
-        if unet and (peer or (method == MERGING and any(phase.merge.ratio > 0 for phase in config.all_phases))):
+        if tomesd and (peer or (method == MERGING and any(phase.merge.ratio > 0 for phase in config.all_phases))):
             lineup.add(method if peer else PEER, Variant(PEER, config), floor)
         if by_phase and not peer:
             pieces = [(f"{method}/{index}", *piece) for index, piece in enumerate(single_phases(config))]

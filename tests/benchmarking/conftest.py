@@ -29,15 +29,6 @@ SMALL_XL: dict[str, Any] = {
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": 64,
 }
-SMALL_VAE: dict[str, Any] = {
-    "block_out_channels": (8,) * 4,
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "norm_num_groups": 4,
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "force_upcast": False,
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +53,8 @@ def model(cpu: torch.device) -> Model:
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named shapes are small ones."""
     monkeypatch.setattr(benchmarking, "SHAPES", {"sd15": SMALL, "sdxl": SMALL_XL})
-    monkeypatch.setattr(benchmarking, "VAE", SMALL_VAE)
+    small = {"block_out_channels": (8,) * 4, "norm_num_groups": 4, "layers_per_block": 1}
+    monkeypatch.setattr(benchmarking, "VAE", benchmarking.VAE | small)
 
 
 @pytest.fixture

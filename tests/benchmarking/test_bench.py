@@ -21,7 +21,8 @@ from support.checks import QUICK, Work, check_saved
 from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
 
-from benchmarks.shown import profile_cells
+import benchmarks.shown  # noqa: F401  (how results of scripts look)
+from benchmarks.goals import all_goals, memory_slopes
 from elfatt_sd import benchmarking
 from elfatt_sd.attention import merging
 from elfatt_sd.attention.ordering import BLOCK_ORDERS
@@ -34,7 +35,6 @@ from elfatt_sd.benchmarking.variants import (
     FLOOR,
     VARIATIONS,
     Variant,
-    fitted_methods,
     is_reference,
     line_up,
     patched_layers,
@@ -349,7 +349,7 @@ def test_methods_by_default_and_by_name(model: Model) -> None:
     assert "elfatt:ratio=0" not in ratios
     assert everything["elfatt-fast"].with_settings(seed=0) == PatchConfig.preset("elfatt-fast")
     with pytest.warns(UserWarning, match="method 'elfatt-fast:stride=3' has no setting stride"):
-        fitted_methods([varied("elfatt-fast", stride=3)], model.unet, named=True)
+        line_up([varied("elfatt-fast", stride=3)], model.unet, by_phase=True)
     for refused, says in (
         (lambda: resolve_methods(["quick"]), "'quick'"),
         (lambda: varied("deepcache", interval=2), "setting 'interval' of deepcache"),
@@ -440,10 +440,15 @@ def test_published_tables_are_those_of_their_rounds() -> None:
         found = [is_reference(name + ending) for name in ("untouched", "floor of 2 levels", "tome", "elfatt-fast")]
         assert found == [True, True, False, False]
     for table in sorted(PUBLISHED.glob("*.md")):
-        if (file := table.with_suffix(".json")).exists() and "groups" in (data := json.loads(file.read_text())):
-            assert markdown(data) == table.read_text(), table.name
-            if data["kind"] != "orders":  # whose rows are those of an earlier form
-                assert json.loads(json.dumps(make_rows(data))) == data["rows"], table.name
+        if not (file := table.with_suffix(".json")).exists():
+            continue
+        data = json.loads(file.read_text())
+        for part in data.get("parts", {"": data}).values():
+            assert markdown(part) in table.read_text(), table.name
+            if part["kind"] != "orders":  # whose rows are those of an earlier form
+                assert json.loads(json.dumps(make_rows(part))) == part["rows"], table.name
+        if "parts" in data:  # of the suite for GPUs, what follows from all of them
+            assert all_goals(data["parts"]) == data["goals"] and memory_slopes(data["parts"]) == data["memory_slope"]
 
 
 def test_a_table_fits_the_terminal() -> None:
@@ -466,14 +471,6 @@ def test_a_table_fits_the_terminal() -> None:
         assert "Faster than its floor, which is noise (repeat with more rounds): tome." in notes
     plain = markdown({"kind": "another", "groups": [], "rows": [{"method": "x", "figure": 1.5}, {"method": "y"}]})
     assert plain.splitlines() == ["| method | figure |", "|---|---|", "| x | 1.5 |", "| y |  |"]
-
-
-def test_kernels_have_names_that_fit_a_table() -> None:  # variants of one kernel are one name
-    seen = [f"void cudnn::kernels::{'long_' * 12}name_{size}" for size in (64, 128)]
-    long = "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>(long, c10::Half)"
-    figures = {"host": 1.0, "device": 1.0, "wall": 1.0, "kernels": 3, "attention": seen, "longest": [[long, 0.5, 1]]}
-    attention, longest = profile_cells([{**KEY, "method": "untouched", **figures}])[1][-2:]
-    assert attention == f"`{'long_' * 12}`" and longest.startswith("`RowwiseMomentsCUDAKernel` ")
 
 
 @pytest.mark.parametrize(

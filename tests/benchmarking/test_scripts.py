@@ -20,7 +20,6 @@ from support.checks import QUICK, check_saved, load_script
 from support.commands import ROOT
 
 from benchmarks import correctness
-from benchmarks.goals import all_goals
 from benchmarks.graphs import graphed_call
 from benchmarks.growth import growth, make_exponents
 from benchmarks.host import host
@@ -243,35 +242,6 @@ def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
     assert bool(went_on) == (number is None)
     assert {name: signal.getsignal(getattr(signal, name)) for name in before} == before
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
-
-
-def row(method: str, times: float, floor: str | None = None, own: float | None = None) -> dict[str, Any]:
-    speed = {"untouched": {"median": times}}
-    made = {"method": method, "rounds": 7, "speed": speed, "floor": floor and {"name": floor}}
-    parts = [("untouched", 1.0), (f"{method}/1", own or 1.0)]
-    measured = [
-        {"variant": name, "seconds": 1 / each, "speed": {"untouched": {"median": each}}} for name, each in parts
-    ]
-    return made | {"parts": measured} if own else made
-
-
-FLOOR, FAST = row("floor", 2.0), "elfatt-fast"
-
-
-@pytest.mark.parametrize(
-    ("part", "rows", "goals"),
-    [
-        # Of the floor's gain at 768 pixels and above, in the method's own phase; here the floor is twice as fast.
-        ("sd15 1024 batch 1", [FLOOR, row(FAST, 1.5, "floor", 2.0)], {FAST: (1.0, True)}),
-        ("sd15 1024 batch 1", [FLOOR, row(FAST, 1.5, "floor", 1.7)], {FAST: (0.7, False)}),
-        # With graphs at 512 pixels none may be slower than untouched.
-        ("sd15 512 batch 1 graph", [row("tome", 0.8), row(FAST, 1.6)], {"tome": (0.8, False), FAST: (1.6, True)}),
-        ("sd15 512 batch 1", [row("tome", 0.8)], {}),
-    ],
-)
-def test_goals(part: str, rows: list[dict[str, Any]], goals: dict[str, tuple[float, bool]]) -> None:
-    found = all_goals({part: {"rows": [row("untouched", 1.0), *rows]}})
-    assert {goal["method"]: (pytest.approx(goal["gain"]), goal["gain"] >= goal["goal"]) for goal in found} == goals
 
 
 def test_correctness_host_and_report(suite: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

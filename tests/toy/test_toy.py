@@ -124,15 +124,3 @@ def test_pictures_do_not_depend_on_their_batch_and_labels_are_drawn_equally_ofte
     assert renderer.caption(Scene("star", "red", "striped", "blue")) == "a red star on a striped blue background"
     assert describe("star", "orange", "plain", "blue").startswith("an orange star")
     assert len(set(CLASS_PROMPTS)) == len(CLASSES) == 6 * 4 * 8 * 7  # the colours of object and background differ
-
-
-def test_the_object_has_its_colour_and_place_and_the_pattern_its_second_tone():
-    for shape in renderer.SHAPES:
-        image = render([Scene(shape, "red", "plain", "blue", x=0.4, y=0.6)], 100)[0]
-        torch.testing.assert_close(image[:, 60, 40], torch.tensor(COLORS["red"]))
-        torch.testing.assert_close(image[:, 2, 2], torch.tensor(COLORS["blue"]))
-        assert 0.05 < (image[0] > 0.5).float().mean().item() < 0.35
-    for pattern, share in {"plain": 0.0, "striped": 0.5, "checkered": 0.5, "dotted": 0.283}.items():
-        scene = Scene("circle", "red", pattern, "blue", radius=1e-4, period=0.25)
-        pale = (render([scene], 256)[0, 0] - COLORS["blue"][0]) / (renderer.PALE * (1 - COLORS["blue"][0]))
-        assert abs(pale.mean().item() - share) < 0.01
