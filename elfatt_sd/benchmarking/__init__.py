@@ -119,18 +119,18 @@ def make_model(
 
     Of a transformer, a few blocks are built: the whole of one fits few machines, and its blocks are alike.
     """
-    denoiser: Any
+    empty: Callable[[], Any] | None = None
     if name in SHAPES:
-        dimensions, denoiser = Dimensions.of(SHAPES[name], SHAPE_VAE), empty_unet(SHAPES[name])
+        dimensions, empty = Dimensions.of(SHAPES[name], SHAPE_VAE), functools.partial(empty_unet, SHAPES[name])
     elif name in TRANSFORMERS:
-        dimensions, denoiser = dimensions_of_transformer(name), empty_transformer(TRANSFORMERS[name], few=True)
+        dimensions = dimensions_of_transformer(name)
+        empty = functools.partial(empty_transformer, TRANSFORMERS[name], few=True)
     else:
         pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
-        dimensions, denoiser = dimensions_of(pipe), main_denoiser(pipe)
+        dimensions = dimensions_of(pipe)
     for size in sizes:
         dimensions.check(*height_and_width(size))
-    random = name in SHAPES or name in TRANSFORMERS
-    return Model(fill(denoiser, device, dtype) if random else denoiser, dimensions.factor)
+    return Model(fill(empty(), device, dtype) if empty else main_denoiser(pipe), dimensions.factor)
 
 
 def make_pipeline(
