@@ -16,7 +16,6 @@ from elfatt_sd.toy.renderer import (
     ATTRIBUTES,
     CLASS_PROMPTS,
     CLASSES,
-    COLORS,
     VOCABULARY,
     Scene,
     class_labels,
