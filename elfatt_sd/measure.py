@@ -101,7 +101,8 @@ class Comparison:
                 self.lose(name, error)
                 self.names.remove(name)
                 self._total -= self.rounds
-            self._count()
+            self._done += 1
+            self.tell(self._done, self._total)
 
     def run(self, seconds: float = math.inf) -> None:
         """Run the rounds that count; none starts past these seconds, once there is one."""
@@ -109,14 +110,11 @@ class Comparison:
             rounds = interleave(self.names, self.take, range(self.rounds), seconds=seconds)
             for turn, taken in itertools.chain.from_iterable(rounds):
                 self.times[turn.name].append(taken)
-                self._count()
+                self._done += 1
+                self.tell(self._done, self._total)
 
     def busy(self) -> str:
         return busy(times for times in self.times.values() if times)
-
-    def _count(self) -> None:
-        self._done += 1
-        self.tell(self._done, self._total)
 
 
 class Stopwatch:
