@@ -261,8 +261,8 @@ def load_pipeline(
     except ElfattError as error:
         if "no file named" in str(error):
             raise ElfattError(
-                f"{error}; give variant='fp16' (--variant fp16) where its weights are *.fp16.safetensors alone, or "
-                "allow pickles with allow_pickle=True (--allow-pickle)."
+                f"{str(error).rstrip('.')}; give variant='fp16' (--variant fp16) where its weights are *.fp16"
+                ".safetensors alone, or allow pickles with allow_pickle=True (--allow-pickle)."
             ) from error
         raise
 

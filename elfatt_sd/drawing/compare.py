@@ -160,8 +160,8 @@ class Trial:
             return f"No recommendation: {said}."
         if not faster:
             return (
-                "Leave the pipeline untouched at this size on this machine: no method was faster in every round; "
-                "a larger image gains more."
+                "Leave the pipeline untouched at this size on this machine: no method was faster in every round. "
+                "Where the times vary, give more rounds; a larger image gains more."
             )
         closest, fastest = max(faster, key=lambda row: row.psnr_db), max(faster, key=lambda row: row.speed)
         first, second = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -356,12 +357,14 @@ def _override(data: dict[str, Any], override: str) -> None:
 def _make_quick(data: dict[str, Any], limit: int) -> None:
     """Limit the images of a row, the rounds and batch of the timing, and the batch sizes and steps of the memory."""
     data["limit"] = limit
-    if timing := data.get("time"):
-        timing["repeats"] = min(timing.get("repeats", Time.repeats), limit)
-        timing["batch"] = min(timing.get("batch") or data.get("batch", 1), limit)
-    if memory := data.get("memory"):
-        memory["batches"] = sorted(set(memory.get("batches", Memory.batches)))[:2]
-        memory["steps"] = min(memory.get("steps") or data.get("steps", QUICK_STEPS), QUICK_STEPS)
+    timing, memory = data.get("time"), data.get("memory")
+    with contextlib.suppress(AttributeError, TypeError):  # what is no table or no number is refused later
+        if timing is not None:  # an empty table is one of defaults
+            timing["repeats"] = min(timing.get("repeats", Time.repeats), limit)
+            timing["batch"] = min(timing.get("batch") or data.get("batch", 1), limit)
+        if memory is not None:
+            memory["batches"] = sorted(set(memory.get("batches", Memory.batches)))[:2]
+            memory["steps"] = min(memory.get("steps") or data.get("steps", QUICK_STEPS), QUICK_STEPS)
 
 
 def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

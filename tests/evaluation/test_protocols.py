@@ -137,8 +137,9 @@ def test_what_changes_the_identity(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert any("agents" in line for line in differences(data, now.to_dict()))
 
 
-def test_a_limit_is_a_quick_look_at_time_and_memory_too() -> None:
-    for name, batch, batches in (("toy", 1, (1, 2)), ("paper_table", 2, None)):
+def test_a_limit_is_a_quick_look_at_time_and_memory_too(tmp_path: Path) -> None:
+    defaults = runs.write_protocol(tmp_path, Path("model"), f"{runs.CELLS}\n[time]\n[memory]\n")
+    for name, batch, batches in (("toy", 1, (1, 2)), ("paper_table", 2, None), (defaults, 2, (1, 2))):
         quick = load_protocol(name, limit=2)
         assert quick.time is not None and quick.memory is not None
         assert (quick.limit, quick.time.repeats, quick.time.batch, quick.memory.steps) == (2, 2, batch, 2)
@@ -187,6 +188,8 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {  # what is wrong, and what the 
         "a = " + "[" * 5000: ("not valid TOML",),
         "steps = = 3": ("small.toml is not valid TOML",),
         "published.rows = [{ label = 'a', FID = inf }]": ("finite numbers",),
+        "time = 'often'": ("time='often'", "a table"),
+        "memory.batches = 4": ("memory.batches=4", "a list"),
         "published.sorce = 'tabSD'": ("key 'published.sorce' is not known; accepted: source, rows",),
         "published.rows = [{ labl = 'SD' }]": ("each with a label",),
         "published.rows = [{ label = 'SD', fid = 31 }]": ("key 'published.rows[SD].fid' is not known", "label, FID"),
@@ -205,7 +208,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, kind: str, text: str) -> None:
         lines = [line for line in path.read_text().splitlines() if not line.startswith(f"{key} =")]
         path.write_text("\n".join([text, *lines]))
     with pytest.raises(ElfattError) as error:
-        load_protocol(path, [text] if kind == "override" else [])
+        load_protocol(path, [text] if kind == "override" else [], 2 if kind == "line" else None)
     assert "\n" not in str(error.value)
     assert [part for part in WRONG[kind][text] if part not in str(error.value)] == [], error.value
 
