@@ -102,7 +102,8 @@ def test_what_is_found_is_close_and_fast_as_said(pipe: Any, found: Callable[...,
     assert torch.equal(run(), untouched), "the pipeline is as it was"
     point = tuned.proof.point
     assert point.mean >= 30 and point.times > tuning.WORTH
-    assert len(tuned.proof.samples) == len(point.closeness) == 2
+    assert len(tuned.proof.samples) == len(point.closeness) == 8
+    assert point.mean > tuned.proof.bound >= 30 > tuned.proof.lowest - 30
     assert tuned.floor == math.inf
     tuned.save(tmp_path / "tuned.json")
     assert PatchConfig.load(tmp_path / "tuned.json") == tuned.config
@@ -110,8 +111,9 @@ def test_what_is_found_is_close_and_fast_as_said(pipe: Any, found: Callable[...,
     assert not torch.equal(run(), untouched)
     assert json.loads(json.dumps(tuned.to_dict(), allow_nan=False))["config"]["per_layer"]
     text = str(tuned)
-    assert re.match(r"tuned: \d\.\d\d times as fast, PSNR", text)
-    assert "asked for: PSNR 30.0 dB at least" in text and "worst PSNR" in text
+    promised = r"PSNR \d\d\.\d dB promised \(90% confidence, 8 images\): mean \d\d\.\d, lowest \d\d\.\d"
+    assert re.match(rf"tuned: {promised}; \d\.\d\d times as fast", text)
+    assert "asked for: PSNR 30.0 dB at least" in text and "at most 31% of all are farther" in text
     page = tuned.report(tmp_path / "page")
     text = page.read_text(encoding="utf-8")
     assert text.count("<figure>") == 4
@@ -390,7 +392,7 @@ def test_what_is_kept_of_another_model_is_forgotten(
     def images(**given: Any) -> int:
         drawn.clear()
         with stop_at(Search, "measure_layers"):
-            tune(pipe, closeness=20, **asked | {"images": 8}, **given)
+            tune(pipe, closeness=20, **asked, **given)
         return len(drawn)
 
     first = images()
