@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -50,19 +50,14 @@ def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(tmp_path: Pa
     for ending, words in {**said, "/entry_points.txt": "elfatt-sd = elfatt_sd.cli:main"}.items():
         [name] = [name for name in wheel.namelist() if name.endswith(ending)]
         assert words in wheel.read(name).decode()
-    files = {ROOT / line for line in tracked("tools")}
-    assert {path.parent.name for path in files} >= {"pages", "toy", "toy_dit", "weights-training"}
-    assert not {wheel.read(name) for name in inside} & {path.read_bytes() for path in files}
+    assert not {wheel.read(name) for name in inside} & {(ROOT / line).read_bytes() for line in tracked("tools")}
 
 
-def modules(nodes: Iterable[ast.AST]) -> set[str]:
-    names = set()
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            names.add(str(node.module))
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    return {name.partition(".")[0] for name in names}
+def modules(nodes: Sequence[ast.AST]) -> set[str]:
+    """Packages that statements import."""
+    found = [str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)]
+    found += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    return {name.partition(".")[0] for name in found}
 
 
 def names(lines: Iterable[str]) -> set[str]:
@@ -71,18 +66,14 @@ def names(lines: Iterable[str]) -> set[str]:
 
 
 def test_imports_of_the_package_are_declared_and_in_their_place() -> None:
-    """No tools, optional packages where they are used alone; mathematics knows no diffusers, and the core no peer."""
+    """No tools; optional packages only where they are used."""
     optional, found = {package.module for package in PACKAGES.values()}, set[str]()
     for path in (ROOT / "elfatt_sd").rglob("*.py"):
         tree = ast.parse(path.read_text())
-        top, anywhere = modules(tree.body), modules(ast.walk(tree))
-        assert not {"tools", "tests", "benchmarks"} & anywhere, path
-        assert not optional & top, f"{path}: it would be needed by whatever imports the file"
-        folder = path.relative_to(ROOT / "elfatt_sd").parts[0]
-        assert "tomesd" not in anywhere or folder not in ("attention", "methods", "families", "runtime"), path
-        assert "diffusers" not in anywhere or folder != "attention" or path.name == "softmax.py", path
-        found |= anywhere
+        assert not optional & modules(tree.body), f"{path}: it would be needed by whatever imports the file"
+        found |= modules([*ast.walk(tree)])
     found -= sys.stdlib_module_names | {"elfatt_sd"}
+    assert not {"tools", "tests", "benchmarks"} & found
     declared = names([*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)])
     homes = importlib.metadata.packages_distributions()
     offers = {name: {home.lower().replace("_", "-") for home in homes.get(name, [name])} for name in found}
@@ -93,27 +84,19 @@ def test_the_extras_that_users_are_told_to_install_exist_and_hold_what_is_missin
     sources = [path for kind in ("elfatt_sd/**/*.py", "*.md", "docs/*.md") for path in ROOT.glob(kind)]
     named = {extra for path in sources for extra in re.findall(r"(?:elfatt-sd|'\.)\[(\w+)\]", path.read_text())}
     assert {"eval", "inception"} <= named <= set(EXTRAS)
-    assert {"eval", "flash", "inception", "notebooks", "docs", "test", "dev"} <= set(EXTRAS)
     for name, package in PACKAGES.items():
         assert name not in names(PROJECT["dependencies"])
         assert not package.extra or name.lower() in names(EXTRAS[package.extra])
     assert names(EXTRAS["eval"]) == {name for name, package in PACKAGES.items() if package.extra == "eval"}
 
 
-def test_texts_agree() -> None:
-    """Patents are named as the paper does; versions are the same; CI runs what the README says."""
+def test_patents_and_versions_are_the_same_everywhere() -> None:
     for file in ("NOTICE", "README.md"):
         text = " ".join((ROOT / file).read_text().split())
         parts = ("19/011,779", "HK30118021A2", "202510108088.7", "kt@innocimda.com", "7 January 2025", "30 May 2025")
         assert [part for part in parts if part not in text] == [], file
     assert f"version: {elfatt_sd.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{elfatt_sd.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
-    script, makefile = (ROOT / ".ci" / "run").read_text(), (ROOT / "Makefile").read_text()
-    for target in ("test", "test-apart", "lint", "docs", "test-oldest", "notebooks", "demo"):
-        assert re.search(rf"\bmake (-s )?{target}$", script, re.MULTILINE)
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
-        assert any(f"make {target}" in (ROOT / page).read_text() for page in ("README.md", "CONTRIBUTING.md"))
-    assert "bash .ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
 def pins(name: str) -> dict[str, str]:
@@ -126,63 +109,47 @@ def test_every_dependency_is_pinned_for_ci_for_every_python_that_the_project_tak
     tested = (line for extra in ("eval", "inception", "parquet", "docs", "test", "dev") for line in EXTRAS[extra])
     assert names([*PROJECT["dependencies"], *tested]) - {"elfatt-sd"} - set(pinned) == set()
     assert names([*PROJECT["dependencies"], *EXTRAS["eval"]]) - set(oldest) == set()
-    assert oldest["diffusers"] == "0.32.1"
     python = PROJECT["requires-python"].removeprefix(">=") + ".0"
     here = [name for name in pinned if any(importlib.metadata.distributions(name=name))]
     wanted = {name: importlib.metadata.metadata(name).get("Requires-Python") for name in here}
     assert len(wanted) > 50
     assert [name for name, versions in wanted.items() if python not in SpecifierSet(versions or "")] == []
-    assert f"ruff=={pinned['ruff']}" in EXTRAS["dev"]
-    assert f"rev: v{pinned['ruff']}" in (ROOT / ".pre-commit-config.yaml").read_text()
 
 
 # Each line with `# E: words` must be an error with these words, and no other line may be one.
 USES = """
-from pathlib import Path
 from typing import Any, assert_type
 
 import elfatt_sd
-from elfatt_sd import METHODS, Method, PatchConfig, Phase, Settings
+from elfatt_sd import METHODS, PatchConfig, Phase, Settings
 from elfatt_sd.plans import Plan
-
 
 class Pipeline:
     unet: Any
 
-
 pipe = Pipeline()
 assert_type(elfatt_sd.apply_patch(pipe, "elfatt", ratio=0.5, block_size=128, autotune=True), Pipeline)
 assert_type(elfatt_sd.apply_patch(pipe, PatchConfig.preset("agent", ratio=0.4), max_downsample=None), Pipeline)
-assert_type(elfatt_sd.is_patched(elfatt_sd.remove_patch(pipe)), bool)
-assert_type(elfatt_sd.plan(pipe, "elfatt-fast", height=512, seed=1), Plan)
 with elfatt_sd.patched(pipe, "tome", ratio=1) as planned:
     assert_type(planned, Plan)
 shared: Settings = {"ratio": 0.5, "second_order": "spread"}
-elfatt_sd.apply_patch(pipe, **shared)
 for method in METHODS:
-    elfatt_sd.apply_patch(pipe, method)
-typed: Method = elfatt_sd.known_method(input())
+    elfatt_sd.apply_patch(pipe, method, **shared)
+elfatt_sd.plan(pipe, elfatt_sd.known_method(input()), height=512)
 config = PatchConfig("mine", (Phase(0.5, "block", block_order="windows"),), levels=2)
-config.save(Path("c.json"))
 assert_type(PatchConfig.load("c.json").with_settings(agents=7), PatchConfig)
 tuned = elfatt_sd.tune(pipe, closeness=35, prompts=["a cat", "a dog"], metric=lambda first, second: 1.0)
 assert_type(tuned.apply(pipe), Pipeline)
-elfatt_sd.tune(pipe, speed=1.5, metric="lpips", weights=Path("vgg.pth"))
 
 elfatt_sd.tune(pipe, closenes=35)  # E: "closenes"
 tuned.aply(pipe)  # E: "aply"
 elfatt_sd.apply_patch(pipe, input())  # E: "str"
 elfatt_sd.apply_patch(pipe, "elfatt", ratioo=0.5)  # E: "ratioo"
 elfatt_sd.apply_patch(pipe, "elfatt", ratio="half")  # E: "ratio"
-elfatt_sd.apply_patch(pipe, "elfatt", 0.5)  # E: positional
-with elfatt_sd.patched(pipe, "tome", stryde=2):  # E: "stryde"
-    pass
 elfatt_sd.plan(pipe, "sdd")  # E: Literal['sdd']
 PatchConfig.preset("agent", agent=7)  # E: "agent"
 config.with_settings(attention_backend="flush")  # E: "attention_backend"
-config.seed = 1  # E: "seed"
 Phase(0.5, "elfatt", split="halves")  # E: "split"
-wrong: Settings = {"ratios": 0.5}  # E: "ratios"
 elfatt_sd.apply_patches(pipe)  # E: "apply_patches"
 """
 # What is not ours, or heavy, is `Any`: this test is of our own signatures.

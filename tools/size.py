@@ -36,7 +36,7 @@ class Measured:
     raises: int
 
 
-def measure(path: Path, root: Path = ROOT) -> Measured:
+def measure(path: Path) -> Measured:
     """Count what is in a file."""
     text = path.read_text(encoding="utf-8")
     nodes = list(ast.walk(ast.parse(text)))
@@ -47,7 +47,7 @@ def measure(path: Path, root: Path = ROOT) -> Measured:
     lines = text.splitlines()
     code = sum(line.strip()[:1] not in ("", "#") for place, line in enumerate(lines, 1) if place not in inside)
     raises = sum(isinstance(node, ast.Raise) for node in nodes)
-    return Measured(path.relative_to(root), len(lines), code, len(inside), len(bodies), short, raises)
+    return Measured(path.relative_to(ROOT), len(lines), code, len(inside), len(bodies), short, raises)
 
 
 def _has_docstring(node: _Documented) -> bool:
@@ -85,13 +85,13 @@ def by_folder(files: Sequence[Measured]) -> list[str]:
     return [f"{lines[name]:7,} lines in {number[name]:3} files  {name}" for name in sorted(lines)]
 
 
-def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Print the sizes and return the exit code: `FAILURE` where one passes its ceiling."""
     parser = argparse.ArgumentParser(prog="python -m tools.size", description=__doc__)
     parser.add_argument("--check", action="store_true", help="print only what is too large")
     check = parser.parse_args(arguments).check
-    ceilings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["elfatt"]["size"]
-    files = [measure(path, root) for part in (PACKAGE, TESTS) for path in sorted((root / part).rglob("*.py"))]
+    ceilings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["elfatt"]["size"]
+    files = [measure(path) for part in (PACKAGE, TESTS) for path in sorted((ROOT / part).rglob("*.py"))]
     found = figures(files)
     if not check:
         print("\n".join([*by_folder(files), ""]))

@@ -227,26 +227,19 @@ def test_what_stays_exact_is_named_once(folder: Path, name: str, patch_first: bo
     assert torch.equal(run(), plain)
 
 
-def test_blurred_queries_of_text_and_image_are_approximated(folder: Path) -> None:
-    """Where tokens are neither merged nor ordered before the projections, a hook sees what it would without a patch."""
-    model, run = of("Qwen-Image")(folder)
-    with blurred_queries(model):
+@pytest.mark.parametrize(
+    ("make", "put", "taken", "layers"),
+    [(of("Qwen-Image"), blurred_queries, [], 2), (with_an_image, ip_adapter, [IP_ADAPTER.__name__], 4)],
+)
+def test_what_is_approximated_beside_others(folder: Path, make: Make, put: Any, taken: list[str], layers: int) -> None:
+    """Queries that a hook blurs, where tokens are not ordered before it; the image's tokens beside an adapter's."""
+    target, run = make(folder)
+    with put(target):
         expected = run()
-        elfatt_sd.apply_patch(model, ALL)
-        with recorded() as calls:
-            torch.testing.assert_close(run(), expected, atol=1e-5, rtol=1e-4)
-    assert calls
-
-
-def test_ip_adapters_can_be_taken_over(folder: Path) -> None:
-    """The image's own tokens are approximated; those of the adapter's image are seen exactly."""
-    pipe, run = with_an_image(folder)
-    with ip_adapter(pipe):
-        expected = run()
-        elfatt_sd.apply_patch(pipe, ALL, take_over=[IP_ADAPTER.__name__])
+        elfatt_sd.apply_patch(target, ALL, take_over=taken)
         with recorded() as calls:
             torch.testing.assert_close(run(), expected, atol=1e-4, rtol=1e-3)
-    assert len(calls) == 4
+    assert len(calls) == layers
 
 
 class WithWeights(torch.nn.Module):
@@ -256,9 +249,8 @@ class WithWeights(torch.nn.Module):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.ones(1))
 
-    def forward(self, attn: Any, hidden_states: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        mixed: torch.Tensor = AttnProcessor2_0()(attn, hidden_states, *given, **named)
-        return mixed * self.scale
+    def forward(self, *given: Any, **named: Any) -> torch.Tensor:
+        return AttnProcessor2_0()(*given, **named) * self.scale
 
 
 def test_the_weights_of_a_processor_that_is_taken_over_stay_the_models(folder: Path) -> None:
@@ -279,57 +271,25 @@ def test_the_weights_of_a_processor_that_is_taken_over_stay_the_models(folder: P
     assert list(pipe.unet.state_dict()) == weights
 
 
-def a_function(attn: Any, hidden_states: Any, encoder_hidden_states: Any = None, **others: Any) -> Any:
-    return hidden_states if encoder_hidden_states is None else (hidden_states, encoder_hidden_states)
+def a_function(attn: Any, hidden_states: Any, **others: Any) -> Any:
+    return hidden_states
 
 
-def test_processors_without_a_known_function_are_left_alone_or_refused(folder: Path) -> None:
+def test_what_cannot_be_taken_over_or_patched(folder: Path) -> None:
+    """A processor of which nothing is known, one that keeps maps for the pipeline, and a model that is a function."""
     pipe, _ = of("Flux.1")(folder)
     pipe.transformer.set_attn_processor(a_function)
-    with pytest.warns(UserWarning, match=r"2 layers are left alone.*function, is not known to be plain attention\.$"):
-        elfatt_sd.apply_patch(pipe, ALL)
-    elfatt_sd.remove_patch(pipe)
     with pytest.raises(ElfattError, match=r"take_over='function' is not accepted; it calls neither .* Leave it out"):
         elfatt_sd.apply_patch(pipe, ALL, take_over=["function"])
     assert not elfatt_sd.is_patched(pipe)
-
-
-def test_processors_that_keep_maps_for_the_pipeline_are_not_taken_over(folder: Path) -> None:
     pipe = like(diffusers.StableDiffusionAttendAndExcitePipeline, sd15(folder)[0])
     elfatt_sd.apply_patch(pipe, "elfatt", take_over=["AttendExciteAttnProcessor"])
     with pytest.raises(ElfattError, match="AttendExciteAttnProcessor' is not accepted; it keeps the attention"):
         draw(pipe, token_indices=[1], max_iter_to_alter=2, height=32, width=32)
-
-
-def test_pipelines_that_are_refused(folder: Path) -> None:
-    unet, widths = tiny.unet(layers_per_block=2), {"conditioning_embedding_out_channels": (8, 8)}
-    net = diffusers.ControlNetXSAdapter.from_unet(unet, size_ratio=1.0, num_attention_heads=2, **widths)
-    adapted = like(diffusers.StableDiffusionControlNetXSPipeline, sd15(folder)[0], unet=unet, controlnet=net)
-    compiled = tiny.sd15(folder)
-    object.__setattr__(compiled, "unet", lambda *args, **kwargs: None)
-    for pipe, says in (
-        (adapted, "not supported: UNetControlNetXSModel"),
-        (compiled, "unet, which is a function and no module of PyTorch"),
-    ):
-        for use in (elfatt_sd.apply_patch, elfatt_sd.plan):
-            with pytest.raises(ElfattError, match=says):
-                use(pipe)
-
-
-def test_skipped_blocks_are_no_fault(folder: Path) -> None:
-    """As with DeepCache: in some steps a layer is not called, in others it is."""
-    pipe, _ = sd15(folder)
-    elfatt_sd.apply_patch(pipe, "elfatt-fast", levels=1)
-    block, steps = pipe.unet.up_blocks[2].attentions[0], []
-    forward = block.forward
-
-    def skipping(x: Any, **given: Any) -> Any:
-        steps.append(None)
-        return (x,) if len(steps) in (2, 3) else forward(x, **given)
-
-    block.forward = skipping
-    draw(pipe, num_inference_steps=5)  # warnings are errors here
-    assert len(steps) == 5
+    object.__setattr__(pipe, "unet", lambda *args, **kwargs: None)
+    for use in (elfatt_sd.apply_patch, elfatt_sd.plan):
+        with pytest.raises(ElfattError, match="unet, which is a function and no module of PyTorch"):
+            use(pipe)
 
 
 def test_the_patch_of_a_pipeline_does_not_follow_into_a_copy_of_its_parts(folder: Path, tmp_path: Path) -> None:
@@ -345,72 +305,49 @@ def test_the_patch_of_a_pipeline_does_not_follow_into_a_copy_of_its_parts(folder
     assert calls
 
 
-# Runs in which no step is approximated.
-
-
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 @pytest.mark.parametrize("method", ACTIVE)
 def test_a_run_of_one_step(folder: Path, method: str) -> None:
     """The method acts, or says that it does not; then its remedy acts."""
     euler = diffusers.EulerDiscreteScheduler(**tiny.SD15_SCHEDULE, steps_offset=1, timestep_spacing="trailing")
     pipe = tiny.sd15(folder, sample_size=32, scheduler=euler)
-    run = lambda: draw(pipe, num_inference_steps=1, guidance_scale=0.0)  # noqa: E731
-    untouched, remedies = run(), {"elfatt-fast": {"active_fraction": 1}, "elfatt-quality": {"residual_steps": 1}}
+    untouched = draw(pipe, num_inference_steps=1)
+    remedies = {"elfatt-fast": {"active_fraction": 1}, "elfatt-quality": {"residual_steps": 1}}
     if method in remedies:
-        elfatt_sd.apply_patch(pipe, method)
         says = f"{method} approximates no step of this run, which begins with step 1 of 1; give more steps"
-        with pytest.warns(UserWarning, match=says) as warned:
-            assert torch.equal(run(), untouched)
-            run()
+        with elfatt_sd.patched(pipe, method), pytest.warns(UserWarning, match=says) as warned:
+            assert torch.equal(draw(pipe, num_inference_steps=1), untouched)
+            draw(pipe, num_inference_steps=1)
         assert sum("elfatt-sd" in str(each.message) for each in warned) == 1
     elfatt_sd.apply_patch(pipe, method, **remedies.get(method, {}))
-    assert not torch.equal(run(), untouched)
+    assert not torch.equal(draw(pipe, num_inference_steps=1), untouched)
 
 
-def test_image_to_image_past_the_approximated_steps(folder: Path) -> None:
-    pipe = like(diffusers.StableDiffusionImg2ImgPipeline, sd15(folder)[0])
-    elfatt_sd.apply_patch(pipe, PatchConfig("early", (Phase(0.3, ratio=0.5),)))
-    given: dict[str, Any] = {"image": torch.zeros(1, 3, 16, 16), "num_inference_steps": 10}
-    with pytest.warns(UserWarning, match="early approximates no step of this run, which begins with step 7 of 10; "):
-        draw(pipe, strength=0.4, **given)
-    draw(pipe, strength=0.9, **given)
+@pytest.mark.filterwarnings("ignore:.*all_gather_tensor.* is deprecated:FutureWarning")  # diffusers' own
+def test_context_parallelism_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after a patch, also in a call whose step is exact; without a patch, diffusers divides the tokens.
 
-
-# Context parallelism of diffusers, before or after a patch.
-
-
-@pytest.fixture
-def two_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process is the first of two; the second is not there, and what it would send is not waited for."""
+    This process is the first of two; the second is not there, and what it would send is not waited for.
+    """
     if not hasattr(diffusers, "ContextParallelConfig"):
         pytest.skip("this version of diffusers has no context parallelism")
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)  # which diffusers divides by
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore:.*all_gather_tensor.* is deprecated:FutureWarning")  # diffusers' own
-@pytest.mark.usefixtures("two_processes")
-def test_context_parallelism_is_refused() -> None:
-    """Also in the first call, although its step is an exact one; without a patch, diffusers divides the tokens."""
-    pipe, run = tiny_transformers.made("Wan")
-    before, whole = [layer.attention.processor for layer in all_layers(pipe)], run()
-    late = PatchConfig("late", (Phase(0.9), Phase(1.0, "cell_spread", block_size=8)))
-    elfatt_sd.apply_patch(pipe, late)
-    pipe.transformer.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
-    says = r"Transformer\w+ cannot be patched with context parallelism .* a part of the image's tokens\. Call .*\.$"
-    for _ in range(2):
+    try:
+        pipe, run = tiny_transformers.made("Wan")
+        before, whole = [layer.attention.processor for layer in all_layers(pipe)], run()
+        elfatt_sd.apply_patch(pipe, PatchConfig("late", (Phase(0.9), Phase(1.0, "cell_spread", block_size=8))))
+        pipe.transformer.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=2))
+        says = r"Transformer\w+ cannot be patched with context parallelism .* a part of the image's tokens\. Call .*\.$"
         with pytest.raises(ElfattError, match=says):
             run()
-    elfatt_sd.remove_patch(pipe)
-    assert all(processor._parallel_config is not None for processor in before)
-    assert run().shape == whole.shape
-    for use in (elfatt_sd.apply_patch, elfatt_sd.plan, lambda pipe: elfatt_sd.patched(pipe).__enter__()):
-        with pytest.raises(ElfattError, match=says):
-            use(pipe)
-    assert not elfatt_sd.is_patched(pipe)
-    assert [layer.attention.processor for layer in all_layers(pipe)] == before
-    elfatt_sd.apply_patch(pipe, "sd")  # untouched
+        elfatt_sd.remove_patch(pipe)
+        assert run().shape == whole.shape
+        for use in (elfatt_sd.apply_patch, elfatt_sd.plan):
+            with pytest.raises(ElfattError, match=says):
+                use(pipe)
+        assert [layer.attention.processor for layer in all_layers(pipe)] == before
+    finally:
+        torch.distributed.destroy_process_group()

@@ -13,7 +13,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import FEW_KEYS, generator, recorded
+from support.checks import ACTIVE, FEW_KEYS, generator, recorded
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -21,13 +21,12 @@ from torch.nn import functional
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase, devices, visualize
 from elfatt_sd.attention.softmax import make_ready, softmax_attention
-from elfatt_sd.config import METHODS
 from elfatt_sd.drawing import doctor
-from elfatt_sd.drawing.studio import peak_in_words
 from elfatt_sd.families import family_of, joint, main_denoiser, unwrap
 from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import PeakMeter, peak_memory
 from elfatt_sd.methods import Grid
+from elfatt_sd.phases import KEPT
 from elfatt_sd.runtime.schedule import Position, Schedule, _Found
 
 GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
@@ -109,42 +108,27 @@ HALF = [torch.float16, torch.bfloat16]
 SMALL = {**tiny.ONE_LEVEL, "block_out_channels": (16,), "sample_size": 16}
 ORDERS = ("sequence", "raster", "windows", "curve", "strided", "spread")
 PHASES = {
+    **FEW_KEYS,
     "softmax": Phase(1.0, "softmax", ratio=0.5),
     "softmax, ordered destinations": Phase(1.0, "softmax", ratio=0.3, stride=4),
-    "agent": Phase(1.0, "agent", agents=8),
     "agent, merged": Phase(1.0, "agent", agent_source="merged", ratio=0.5),
     **{f"block, {order}": Phase(1.0, "block", block_size=24, block_order=order) for order in ORDERS},
     "block, merged, spread": Phase(1.0, "block", block_size=24, block_order="spread", ratio=0.5),
     "block, second order": Phase(1.0, "block", block_size=24, block_order="curve", second_order="spread"),
-    "elfatt, spread": Phase(1.0, "elfatt", block_size=24, agents=8, block_order="spread"),
     "elfatt, channels": Phase(1.0, "elfatt", block_size=24, agents=8, split="channels", ratio=0.5),
-    "cell_spread": Phase(1.0, "cell_spread", block_size=16),
-    "cell_spread, cells": Phase(1.0, "cell_spread", block_size=16, cell=8),
-    "sampled": Phase(1.0, "sampled", keys=16),
     "sampled, columns": Phase(1.0, "sampled", keys=16, groups=3, lattice=False),
     "sampled, one draw": Phase(1.0, "sampled", keys=16, groups=3, redraw=False),
 }
-ELSEWHERE = ("softmax", "agent, merged", "elfatt, spread", "cell_spread, cells", "sampled")
-COMPILED = {
-    "merged": PHASES["elfatt, channels"],
-    "shared difference": Phase(1.0, "sampled", keys=16, residual_steps=2),
-}
+ELSEWHERE = ("softmax", "agent, merged", "elfatt", "cell_spread, cells", "sampled")
 JOINT = [*FEW_KEYS.values(), Phase(1.0, "cell_spread", block_size=16, cell=8, residual_steps=2)]
 FAMILIES = ("Stable Diffusion 3", "Qwen-Image", "Z-Image", "Wan", "LTX-Video", "HunyuanVideo", "CogVideoX")
-RUN_SETTINGS: list[dict[str, Any]] = [
-    {"use_rand": False},
-    {"reuse_steps": 2},
-    {"reuse_layers": True},
-    {"fp32_logits": True},
-    {"residual_steps": 3},
-    {"residual_steps": 3, "residuals": "host"},
-    {"residual_steps": 3, "residuals": "fp8"},
-]
-
-
 CONFIGS = {
-    **{str(method): PatchConfig.preset(method) for method in METHODS if method != "sd"},
-    **{str(own): PatchConfig.preset("tome", **own) for own in RUN_SETTINGS},
+    **{f"preset {method}": PatchConfig.preset(method) for method in ACTIVE},
+    "use_rand": PatchConfig.preset("tome", use_rand=False),
+    "reuse_steps": PatchConfig.preset("tome", reuse_steps=2),
+    "reuse_layers": PatchConfig.preset("tome", reuse_layers=True),
+    "fp32_logits": PatchConfig.preset("tome", fp32_logits=True),
+    **{kept: PatchConfig.preset("tome", residual_steps=3, residuals=kept) for kept in KEPT},
     **{name: PatchConfig("own", (phase,)) for name, phase in PHASES.items()},
 }
 
@@ -184,18 +168,14 @@ def test_inputs_and_levels_on_other_devices(machine: Machine, name: str, given: 
 
 @needs_cuda
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(("name", "order"), [("merged", "compile, patch"), ("shared difference", "patch, blocks")])
-def test_compiled_without_a_break(machine: Machine, name: str, order: str) -> None:
+def test_compiled_blocks_keep_a_difference_where_they_are(machine: Machine) -> None:
     model = machine.move(tiny.unet(**SMALL), torch.float16)
-    blocks = [module for module in model.modules() if type(module).__name__ == "BasicTransformerBlock"]
-    for step in order.split(", "):
-        if step == "patch":
-            elfatt_sd.apply_patch(model, PatchConfig("own", (COMPILED[name],)))
-        for module in {"patch": [], "blocks": blocks, "compile": [model]}[step]:
+    elfatt_sd.apply_patch(model, PatchConfig("own", (Phase(1.0, "sampled", keys=16, residual_steps=2),)))
+    for module in model.modules():
+        if type(module).__name__ == "BasicTransformerBlock":
             module.compile(backend="eager", fullgraph=True)
     for machine.step in range(2):
-        made = machine.call(model, torch.float16, rows=1, side=8)
-        assert (made.device, made.dtype) == (GPU, torch.float16)
+        assert machine.call(model, torch.float16, rows=1, side=8).device == GPU
 
 
 @needs_cuda
@@ -252,30 +232,26 @@ def test_a_capture_by_somebody_else_is_refused(machine: Machine, monkeypatch: py
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
 def test_other_accelerators(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """By what PyTorch's module for them can do."""
-    waited, emptied = list[Any](), list[str]()
-    told: dict[str, Any] = {"is_available": True, "device_count": 1, "recommended_max_memory": 10}
-    told["driver_allocated_memory"] = 3
+    done, device = list[Any](), torch.device(kind)
+    told: dict[str, Any] = {"is_available": True, "device_count": 1}
     if kind == "xpu":
-        told = {"is_available": True, "device_count": 1, "get_device_name": "Arc", "mem_get_info": (6, 10)}
-        told |= {"memory_reserved": 3, "memory_allocated": 2, "max_memory_allocated": 9, "max_memory_reserved": 10}
-        told["reset_peak_memory_stats"] = None
+        told |= {"get_device_name": "Arc", "mem_get_info": (6, 10), "memory_reserved": 3, "memory_allocated": 2}
+        told |= {"max_memory_allocated": 9, "max_memory_reserved": 10, "reset_peak_memory_stats": None}
+    else:
+        told |= {"recommended_max_memory": 10, "driver_allocated_memory": 3}
     names: dict[str, Any] = {name: lambda *_, value=value: value for name, value in told.items()}
-    names["synchronize"] = lambda device=None: waited.append(device)
-    names["empty_cache"] = lambda: emptied.append(kind)
+    names |= {"synchronize": lambda device=None: done.append(device), "empty_cache": lambda: done.append("emptied")}
     monkeypatch.setattr(torch, kind, SimpleNamespace(**names))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    device = torch.device(kind)
     assert pick_device("auto") == pick_device(kind) == device
     assert devices.memory_of(device) == ((8, 7) if kind == "xpu" else (10, 7))
     assert devices.device_name(device).startswith("Arc" if kind == "xpu" else "mps of ")
     devices.synchronize(device)
-    assert waited == [device if kind == "xpu" else None]
     devices.empty_caches()
-    assert emptied == [kind]
+    assert done == [device if kind == "xpu" else None, "emptied"]
     meter = PeakMeter(device)
     found = (meter.kind, meter.read(), meter.read_reserved(), peak_memory(lambda: None, device))
     assert found == (("XPU allocated", 9, 10, 7) if kind == "xpu" else (None, None, None, None))
-    assert peak_in_words(device) == "peak memory" + " allocated by PyTorch on XPU" * (kind == "xpu")
 
 
 def test_a_device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:

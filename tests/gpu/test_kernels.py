@@ -191,14 +191,6 @@ def test_graphs_replay_what_every_step_draws(method: Any, blocks: bool) -> None:
 
 
 @on_a_gpu
-def test_a_graph_around_a_patched_model_is_refused() -> None:
-    unet = elfatt_sd.apply_patch(tiny.unet().cuda(), "elfatt-fast")
-    denoise(unet)
-    with pytest.raises(ElfattError, match="a CUDA graph of a patched model"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        denoise(unet)
-
-
-@on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [40, 64, 128, 160])
 def test_triton_attends_as_pytorch_does(dtype: torch.dtype, size: int) -> None:

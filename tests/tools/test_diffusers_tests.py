@@ -1,150 +1,15 @@
-"""The command that runs diffusers' own tests, on a small checkout that is made here."""
+"""What the command that runs diffusers' own tests says of them."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from support import tiny_pipelines as tiny
 
-from elfatt_sd.config import METHODS
 from elfatt_sd.errors import ElfattError
-from tools import diffusers_tests
-from tools.diffusers_tests import Comparison, Ending, find_tests, main, read_endings, read_known
-from tools.diffusers_tests_plugin import configuration, failure_kind
-
-PIPELINE = """
-import unittest
-from pathlib import Path
-
-import torch
-from diffusers import StableDiffusionPipeline  # with a UNet
-
-from .. import tiny_pipelines as tiny
-
-HERE = Path(__file__).parent
-
-
-def draw(pipe):
-    return pipe("a b", num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="pt").images
-
-
-class PipelineFastTests(unittest.TestCase):
-    def setUp(self):
-        torch.manual_seed(0)
-        self.pipe = tiny.sd15(HERE)
-
-    def test_passes(self):
-        self.assertEqual(draw(self.pipe).shape, (1, 3, 32, 32))
-
-    def test_fails_untouched(self):
-        raise RuntimeError("as the machine is")
-
-    @unittest.skip("slow")
-    def test_slow(self):
-        raise RuntimeError
-
-    def test_values(self):
-        expected = torch.load(HERE / "expected.pt")
-        image = draw(self.pipe)
-        assert (image - expected).abs().max() < 1e-5
-
-    def test_values_that_may_differ(self):
-        self.test_values()
-
-    def test_type(self):
-        names = [type(module.processor).__name__ for module in self.pipe.unet.modules() if hasattr(module, "processor")]
-        if {*names} != {"AttnProcessor2_0"}:
-            raise TypeError("takes 2 positional arguments\\nand more")
-
-    def test_tokenizer(self):
-        type(self.pipe.tokenizer).from_pretrained("hf-internal-testing/tiny-random-clip")
-"""
-MODEL = '''
-from diffusers import UNet2DConditionModel
-
-from ...pipelines import tiny_pipelines as tiny
-
-
-def test_a_bare_unet_gets_our_processors():
-    """They stand in for the own ones, which this test does not know."""
-    assert {type(processor).__name__ for processor in tiny.unet().attn_processors.values()} != {}
-'''
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tests of a pipeline and of a UNet, and some that have to do with neither."""
-    folder = tmp_path_factory.mktemp("diffusers")
-    files = {
-        "pipelines/small/test_pipeline.py": PIPELINE,
-        "pipelines/small/test_pipeline_flax.py": "UNet here, 1 / 0",
-        "pipelines/small/test_transformer.py": "1 / 0",
-        "models/unets/test_unet.py": MODEL,
-        "models/transformers/test_x.py": "UNet here, 1 / 0",
-    }
-    for name, text in files.items():
-        path = folder / "tests" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        for package in [path.parent, *path.parent.parents][: len(Path(name).parts)]:
-            (package / "__init__.py").touch()
-    shutil.copy(tiny.__file__, folder / "tests" / "pipelines" / "tiny_pipelines.py")
-    torch.manual_seed(0)
-    pipe = tiny.sd15(folder)
-    generator = torch.Generator().manual_seed(0)
-    image = pipe("a b", num_inference_steps=2, generator=generator, output_type="pt").images
-    torch.save(image, folder / "tests" / "pipelines" / "small" / "expected.pt")
-    return folder
-
-
-@pytest.fixture
-def run(checkout: Path, tmp_path: Path, capsys: Any) -> Any:
-    def call(*words: object) -> tuple[int, str]:
-        known = tmp_path / "known.txt"
-        known.write_text("# why\n\n*::test_values_that_may_differ # a reason\n*::test_pas* # none\n")
-        given = ["--checkout", checkout, "--known", known, "--out", tmp_path / "out", "--offline", *words]
-        code = main([str(word) for word in given])
-        return code, capsys.readouterr().out
-
-    return call
-
-
-def test_failures_are_told_apart(run: Any) -> None:
-    code, said = run("--method", "tome")
-    assert code == 1
-    lines = [line.split() for line in said.splitlines()]
-    for group in ("pipelines 7 5 5 2 2 1 1", "UNets 1 1 1 1 0 0 0", "LoRA 0 0 0 0 0 0 0"):
-        assert group.split() in lines
-    name = "tests/pipelines/small/test_pipeline.py::PipelineFastTests::test_"
-    for part in (f"structural: TypeError: takes 2 positional arguments\n    {name}type\n",
-                 "\nvalues differ: AssertionError: assert ", f"\n    {name}values\n",
-                 "known, but its values are as expected: *::test_pas*"):  # fmt: skip
-        assert part in said
-    assert f"{name}values_that_may_differ" not in said
-
-
-def test_what_passes_is_a_success_and_wrong_use_is_one_line(
-    run: Any, checkout: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(diffusers_tests, "run_tests", lambda *_: {"a::test_pass": Ending("passed")})
-    code, said = run("--method", "exact")
-    assert code == 0 and "known, but its values are as expected: *::test_pas*" in said
-    own = {"pipelines": ["tests/pipelines/small/test_pipeline.py"], "UNets": ["tests/models/unets/test_unet.py"]}
-    found = find_tests(checkout)
-    assert {kind: [Path(name).as_posix() for name in names] for kind, names in found.items()} == {**own, "LoRA": []}
-    monkeypatch.setattr(diffusers_tests, "run_tests", lambda *_: {"a": Ending("failed")})
-    assert run() == (2, "2 files of tests, untouched ...\n")
-    assert run("--known", tmp_path / "nowhere") == (2, "")
-    assert main(["--checkout", str(tmp_path)]) == 2
-    assert "has no tests of UNets" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--checkout", str(tmp_path), "--method", "elfat"])
-    assert isinstance(read_known(diffusers_tests.KNOWN), list)
-    assert all(configuration(method).method == method for method in ["exact", *METHODS])
+from tools.diffusers_tests import Comparison, Ending, main, read_endings, report
+from tools.diffusers_tests_plugin import failure_kind
 
 
 @pytest.mark.parametrize(
@@ -162,14 +27,26 @@ def test_kinds_of_failures(error: Exception, statement: str, kind: str) -> None:
     assert failure_kind(error, statement) == kind
 
 
-def test_a_test_that_never_ends_is_structural(tmp_path: Path) -> None:
-    lines = [f'{{"test": "{test}", "when": "{when}", "outcome": "{outcome}"}}' for test, when, outcome in (
-        ("a", "setup", "passed"), ("a", "call", "passed"), ("b", "setup", "skipped"), ("c", "setup", "passed"),
+def test_failures_are_told_apart(tmp_path: Path, capsys: Any) -> None:
+    """Of tests that pass untouched; one that was killed in the middle, or never begun, is a structural failure."""
+    lines = [f'{{"test": "tests/lora/{test}", "when": "{when}", "outcome": "{outcome}", "patched": 1{kind}}}'
+             for test, when, outcome, kind in (
+        ("passes", "setup", "passed", ""), ("passes", "call", "passed", ""), ("skips", "setup", "skipped", ""),
+        ("type", "call", "failed", ', "kind": "structural", "message": "TypeError"'), ("killed", "setup", "passed", ""),
+        ("values", "call", "failed", ', "kind": "value", "message": "0.3"'), ("values", "teardown", "passed", ""),
+        ("known", "call", "failed", ', "kind": "value", "message": "0.4"'),
     )]  # fmt: skip
-    lines.append('{"test": "a", "when": "teardown", "outcome": "failed", "kind": "structural", "message": "x"}')
     (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
-    endings = read_endings(tmp_path / "results.jsonl")
-    assert {test: ending.outcome for test, ending in endings.items()} == {"a": "failed", "b": "skipped", "c": "skipped"}
-    compared = Comparison({"d": Ending("passed"), "c": Ending("passed")}, endings, ["*"])
-    assert set(compared.failures("structural")) == {"c", "d"}  # killed in the middle, and never begun
-    assert read_endings(tmp_path / "nowhere.jsonl") == {}
+    patched = read_endings(tmp_path / "results.jsonl")
+    passing = dict.fromkeys([*patched, "tests/lora/never"], Ending("passed"))
+    untouched = {**passing, "tests/lora/skips": Ending("skipped"), "tests/lora/broken": Ending("failed")}
+    assert not report(Comparison(untouched, patched, ["*/known", "*/pass*"]))
+    said = capsys.readouterr().out
+    assert ["LoRA", "8", "6", "5", "1", "2", "1", "3"] in [line.split() for line in said.splitlines()]
+    assert "structural: TypeError\n    tests/lora/type\n" in said
+    assert "see the log\n    tests/lora/killed\n    tests/lora/never\n" in said
+    assert "values differ: 0.3\n    tests/lora/values\n" in said and "0.4" not in said
+    assert "known, but its values are as expected: */pass*" in said
+    few = {test: ending for test, ending in untouched.items() if test.endswith(("passes", "known"))}
+    assert report(Comparison(few, patched, ["*/known"]))
+    assert main(["--checkout", str(tmp_path)]) == 2  # it has no tests of UNets

@@ -28,6 +28,7 @@ from tools.toy.models import write_json
 
 SIDE = 256  # of the images that the classifier was made for
 REFERENCE_SEED, FLOOR_SEED = 9_000_001, 9_000_002
+REFERENCES = 1024  # held-out renders that images are compared with
 
 
 def draw_classes(count: int, seed: int) -> list[tuple[str, str, str, str]]:
@@ -103,14 +104,7 @@ def distance(features: Tensor, reference: Tensor) -> float:
 
 @torch.no_grad()
 def measure(
-    pipeline: Any,
-    count: int,
-    steps: int,
-    guidance: float,
-    seed: int,
-    batch: int,
-    folder: Path,
-    reference: int = 1024,
+    pipeline: Any, count: int, steps: int, guidance: float, seed: int, batch: int, folder: Path
 ) -> tuple[dict[str, Any], Tensor]:
     """Generate and measure.
 
@@ -122,7 +116,6 @@ def measure(
         seed: of the choice of prompts, and of the first image.
         batch: images at a time.
         folder: keeps the images, one file a batch; those that are there are not made again.
-        reference: held-out renders that both sets are compared with.
 
     Returns:
         the figures, and the images `[count, 3, h, w]` (uint8).
@@ -134,9 +127,9 @@ def measure(
     read = torch.cat([shrink(part) for part in torch.split(images, 32)])
     classifier, size = load_feature_extractor(), read.shape[-1]
     hits = torch.cat([predicted(classifier, part) for part in torch.split(read, 32)]) == class_labels(classes)[:count]
+    references, floors = renders(REFERENCES, REFERENCE_SEED, size), renders(count, FLOOR_SEED, size)
     target, floor, features = (
-        torch.cat([classifier(part) for part in parts])
-        for parts in (renders(reference, REFERENCE_SEED, size), renders(count, FLOOR_SEED, size), torch.split(read, 32))
+        torch.cat([classifier(part) for part in parts]) for parts in (references, floors, torch.split(read, 32))
     )
     figures = {
         "count": count,
@@ -149,7 +142,7 @@ def measure(
         "all_four_right": round(hits.all(1).double().mean().item(), 4),
         "FD-toy": round(distance(features, target), 3),
         "FD-toy of renders (floor)": round(distance(floor, target), 3),
-        "reference_renders": reference,
+        "reference_renders": REFERENCES,
         "classifier_accuracy_on_renders": classifier_accuracy(classifier, size=size),
     }
     return figures, images
