@@ -103,7 +103,8 @@ class Tuning(Search):
         store = SimpleNamespace(drawn=lambda sample, make: None)
         super().__init__(runs, samples, budget, Measure("PSNR", lambda _, value: value, unit="dB", digits=1), store)  # type: ignore[arg-type]
         self.model: Any = Model()
-        self.curve = [Choice({}, 0.8 - level / 100, 255**2 / 10 ** (level / 10), level) for level in reversed(LEVELS)]
+        self.curve = [Choice({}, 0.0, 0.0, math.inf)]
+        self.curve += [Choice({}, 0.8 - level / 100, 255**2 / 10 ** (level / 10), level) for level in reversed(LEVELS)]
         self.untouched = [self.runs.draw(sample) for sample in self.samples]
         self._seconds, self._pace = [1.0], 1.0
 
