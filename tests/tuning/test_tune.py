@@ -154,9 +154,7 @@ def test_a_speed_is_kept_to(
     fastest = found(closeness=1).proof.point
     with pytest.raises(ElfattFailure, match=r"speed=50 is not reached: the fastest choice is \d\.\d+ times as fast"):
         tune(pipe, speed=50, **asked)
-    with pytest.raises(
-        ElfattFailure, match=r"cannot be promised on held-out images; the nearest choice is promised \d\.\d\d"
-    ):
+    with pytest.raises(ElfattFailure, match=r"cannot be promised on held-out images; the nearest choice is"):
         tune(pipe, closeness=fastest.mean + 3, speed=fastest.times - 0.01, **asked)
     assert not elfatt_sd.is_patched(pipe)
     curve = Model.curve
