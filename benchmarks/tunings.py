@@ -1,7 +1,7 @@
 """Whether tunings hold on images that they never saw: `python -m benchmarks.tunings toy --out FOLDER`; hours.
 
-Each tuning has seeds and prompts of its own. 64 other images are then drawn with its settings. What was measured of layers
-and stretches is shared by all tunings of a model. It goes on where it was stopped.
+Each tuning has seeds and prompts of its own. 64 other images are then drawn with its settings. What was measured of the
+layers is shared by all tunings of a model. It goes on where it was stopped.
 """
 
 from __future__ import annotations
