@@ -57,7 +57,7 @@ EXPECTED = 3  # images that say as much of how far predictions are off as is exp
 TRIES = 2  # choices that are run with the prompts of the search
 ALIKE = 0.5  # dB between two predictions that are not worth a run each
 WORTH = 1.03  # times as fast as something else, below which nothing is worth its while
-AIMED = 1.02  # times the speed that was asked for, as times differ by some percent
+AIMED = 1.03  # times the speed that was asked for, as times differ by some percent
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
 RETIMED = 2  # held-out images of which the untouched one is drawn again to time a further configuration
 SURE = 3.3  # standard errors of the mean of all held-out images, by which more than was asked for is aimed at
@@ -329,7 +329,8 @@ class Search:
         """Return the best choice for the budget by what is known so far."""
         if not self.budget.by_speed:
             return self._at(self._predicted_for(self._aim()))
-        wanted = self.seconds * (1 - 1 / (AIMED * (self.budget.speed or 1.0))) / self.realised
+        aimed = max([AIMED, *(proof.point.times / proof.speed_bound for proof in self.proofs)])
+        wanted = self.seconds * (1 - 1 / (aimed * (self.budget.speed or 1.0))) / self.realised
         enough = [choice for choice in self.curve if choice.saved >= wanted]
         return min(enough, key=lambda choice: choice.mse, default=self.curve[-1])
 
