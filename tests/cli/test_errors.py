@@ -98,7 +98,10 @@ tune toy --closeness 30 --steps 5000
 tune toy --closeness 30 --steps 0
 tune toy --closeness 30 --guidance nan
 tune toy --closeness 30 --seed -1
-tune toy --closeness 30 --images 0
+tune toy --closeness 30 --images 7
+tune toy --closeness 30 --images 24.5
+tune toy --closeness 30 --lowest 31
+tune toy --closeness 30 --confidence 1
 tune toy --closeness 30 --frames 0
 tune toy --closeness 30 --metric fid
 tune toy --closeness -5
