@@ -58,8 +58,8 @@ def run(chosen: argparse.Namespace, bench: Callable[..., Any], **given: Any) -> 
     except ElfattError as error:
         sys.exit(str(error))
     finally:
-        if session.results is not None and session.results["rows"]:
+        if session.results.get("rows"):
             print(markdown(session.results))
-            if path := session.path(session.results["kind"]):
+            if path := session.path():
                 write_json(path, session.results)
                 save(session.results, path)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.benchmarking import Model, unet_call
-from elfatt_sd.benchmarking.record import Record, Results, Session
-from elfatt_sd.benchmarking.variants import UNPATCHED, Variant, by_phase, fitted_methods, resolve_methods
+from elfatt_sd.benchmarking.record import Results, Session
+from elfatt_sd.benchmarking.variants import UNPATCHED, Variant, line_up, resolve_methods
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import copy_structure
 from elfatt_sd.phases import Backend
@@ -49,11 +49,11 @@ def correctness(
         and whether it is `right`; `failed` is why a row has no error.
     """
     names = {"dtypes": [*map(_name, dtypes)], "backends": [*backends], "models": [*models], "size": size}
-    record = Record(session, "correctness", device, names, bases=[])
+    record = (session or Session()).begin("correctness", device, names, bases=[])
     configs = resolve_methods(methods)
     with torch.backends.cudnn.flags(allow_tf32=False):
         for name, model in models.items():
-            lineup = by_phase(fitted_methods(configs, model.unet, named=False))
+            lineup = line_up(configs, model.unet, by_phase=True, named=False)
             variants = {key: each for key, each in lineup.variants.items() if each.kind in ("patch", UNPATCHED)}
             record.keep_rows({"model": name}, [*_rows(model, variants, size, device, dtypes, backends)])
     return record.results

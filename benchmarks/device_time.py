@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
 from elfatt_sd.benchmarking import Model, unet_call, units_of
-from elfatt_sd.benchmarking.record import Record, Results, Session
-from elfatt_sd.benchmarking.variants import FLOOR, by_phase, fitted_methods, fitting, resolve_methods, with_exact
+from elfatt_sd.benchmarking.record import Results, Session
+from elfatt_sd.benchmarking.variants import FLOOR, line_up, resolve_methods
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import synchronize
 from elfatt_sd.measure import Call
@@ -50,11 +50,13 @@ def profile(
         Machine, settings, and a row for each variant: `host` (seconds until the call returns), `wall` (until the device
         is done), `device` (the sum of its kernels), the number of `kernels`, those that attend, and the `longest`.
     """
-    lineup = by_phase(fitted_methods(resolve_methods(methods), model.unet, named=methods is not None))
-    lineup = fitting(with_exact(lineup, competitors), model.unet)
+    own: dict[str, Any] = {"named": methods is not None, "competitors": competitors}
+    lineup = line_up(resolve_methods(methods), model.unet, by_phase=True, **own)
     key = {"size": size, "batch": batch}
     dtype = str(next(model.unet.parameters()).dtype).removeprefix("torch.")
-    record = Record(session, "profile", device, {**key, "dtype": dtype, "variants": lineup.described()}, bases=[])
+    record = (session or Session()).begin(
+        "profile", device, {**key, "dtype": dtype, "variants": lineup.described()}, bases=[]
+    )
     units = units_of(model, lineup.variants, lambda name, error: record.lose(key, name, error))
     rows: list[dict[str, Any]] = []
     for name, unit in units.items():

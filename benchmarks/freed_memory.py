@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from elfatt_sd.benchmarking import make_model, unet_call
-from elfatt_sd.benchmarking.record import Record, Session
+from elfatt_sd.benchmarking.record import Session
 from elfatt_sd.benchmarking.report import markdown, save
 from elfatt_sd.benchmarking.variants import KEPT, UNTOUCHED, Variant, single_phases
 from elfatt_sd.cli.console import quiet_libraries
@@ -49,13 +49,13 @@ def measure(name: str, keeps: bool) -> dict[str, float]:
     return {**found, "peak": float(process_peak() or 0)}
 
 
-def compare(record: Record, name: str, rounds: int) -> None:
+def compare(record: Session, name: str, rounds: int) -> None:
     """Run both kinds of process in turn, each time starting with the other one, and keep every round."""
     group = record.group({"size": MODELS[name][0], "batch": BATCH, "part": name})
     times, peaks = group["times"], group["peaks"]
     bystanders, started = Bystanders(), now()
     for turn in range(rounds):
-        record.tell(name, turn, rounds)
+        record.progress(name, turn, rounds)
         both = {ending: run(name, ending == KEPT) for ending in (("", KEPT), (KEPT, ""))[turn % 2]}
         for ending, found in both.items():
             for label in (UNTOUCHED.kind, FAST):
@@ -94,11 +94,11 @@ def main() -> None:
     session = Session(chosen.out, command=words, progress=tell)
     dtypes = ", ".join(str(MODELS[name][1]).removeprefix("torch.") for name in chosen.models)
     bases = [UNTOUCHED.kind, UNTOUCHED.kind + KEPT, FAST]
-    record = Record(session, "freed_memory", torch.device("cpu"), {"dtype": dtypes}, bases=bases)
+    record = session.begin("freed_memory", torch.device("cpu"), {"dtype": dtypes}, bases=bases)
     for name in chosen.models:
         compare(record, name, chosen.rounds)
     print(markdown(record.results))
-    if path := session.path("freed_memory"):
+    if path := session.path():
         write_json(path, record.results)
         save(record.results, path)
 

@@ -41,12 +41,12 @@ from benchmarks.graphs import graphed_call
 from benchmarks.growth import growth
 from benchmarks.merging import merging
 from elfatt_sd.attention.softmax import make_ready, softmax_attention
-from elfatt_sd.benchmarking import Model, fill, make_model, random_unet, unet
-from elfatt_sd.benchmarking.record import Record, Results, Session
+from elfatt_sd.benchmarking import Model, fill, make_model, unet
+from elfatt_sd.benchmarking.record import Results, Session
 from elfatt_sd.benchmarking.report import markdown
 from elfatt_sd.devices import describe_machine, synchronize
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families.shapes import Transformer, empty_transformer
+from elfatt_sd.families.shapes import Transformer, empty_transformer, empty_unet
 from elfatt_sd.files import write_json
 from elfatt_sd.loading import pick_device, pick_dtype
 from elfatt_sd.measure import Call
@@ -243,7 +243,7 @@ class Suite:
             traceback.print_exc(limit=-4, file=sys.stdout)
         finally:
             measured = self.session.results
-            if measured is not None and measured["rows"]:
+            if measured.get("rows"):
                 measured["machine"]["code_sha256"] = code_hash()
                 self.results["parts"][name] = measured
                 print(markdown(measured), flush=True)
@@ -315,9 +315,9 @@ class Suite:
         if not self.tiny:
             made = make_model(shape, device, dtype)
         elif shape.startswith("sd") and shape != "sd3.5-medium":
-            made = Model(random_unet(TINY, device, dtype), 8)
+            made = Model(fill(empty_unet(TINY), device, dtype), 8)
         else:
-            made = Model(fill(empty_transformer(TINY_FLUX), device, dtype).eval(), 8)
+            made = Model(fill(empty_transformer(TINY_FLUX), device, dtype), 8)
         if layout:
             made.unet.to(memory_format=getattr(torch, layout))
         return Model(made.unet, made.scale, copies={})
@@ -325,8 +325,8 @@ class Suite:
     def correctness(self) -> Results:
         """Compare methods on this device with a CPU in float32: small models, all presets, also in Triton's kernels."""
         cpu = torch.device("cpu")
-        unet = Model(random_unet(TINY if self.tiny else CHECKED, cpu, torch.float32), 8)
-        flux = Model(fill(empty_transformer(TINY_FLUX), cpu, torch.float32).eval(), 8)
+        unet = Model(fill(empty_unet(TINY if self.tiny else CHECKED), cpu, torch.float32), 8)
+        flux = Model(fill(empty_transformer(TINY_FLUX), cpu, torch.float32), 8)
         return correctness(
             {"UNet": unet, "Flux": flux},
             size=64 if self.tiny else 256,
@@ -362,7 +362,7 @@ class Suite:
         """Time PyTorch's fused attention kernels and the competitors' on whole sequences and on blocks."""
         dtype = pick_dtype("auto", self.device)
         settings = {"dtype": str(dtype).removeprefix("torch.")}
-        record = Record(self.session, "kernels", self.device, settings, bases=["default"])
+        record = self.session.begin("kernels", self.device, settings, bases=["default"])
         for batch, heads, tokens, size in KERNELS:
             tokens = tokens // 16 if self.tiny else tokens
             key = {"tokens": tokens, "batch": batch, "part": f"{heads} heads of {size}"}

@@ -21,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import common
 from elfatt_sd import benchmarking
 from elfatt_sd.attention.ordering import Grid
-from elfatt_sd.benchmarking.record import Record, Results, Session
+from elfatt_sd.benchmarking.record import Results, Session
 from elfatt_sd.benchmarking.variants import (
     PEER,
     Size,
     Variant,
-    check_steps_are_alike,
     height_and_width,
     is_peer,
+    line_up,
     read_size,
     resolve_methods,
 )
@@ -148,14 +148,14 @@ def host(
         operation (the median over the phase), and the `first` ones, of the step that draws for the others.
     """
     configs = resolve_methods((PEER, *METHODS) if methods is None else methods)
-    check_steps_are_alike(configs)
+    line_up(configs, by_phase=True)  # refuses what differs by step
     asked = {"model": model, "batch": batch, "steps": steps, "methods": [config.to_dict() for config in configs]}
-    record = Record(session, "host", torch.device("cpu"), asked, bases=[])
+    record = (session or Session()).begin("host", torch.device("cpu"), asked, bases=[])
     for size in sizes:
         calls = Calls(model, size, batch, steps)
         untouched = calls.operations(0), statistics.median(calls.seconds(range(steps)))
         for done, config in enumerate(configs):
-            record.tell(config.method, done, len(configs))
+            record.progress(config.method, done, len(configs))
             rows = _rows(Calls(model, size, batch, steps), config, steps, untouched)
             record.keep_rows({"size": size, "method": config.method}, rows)
     return record.results

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from benchmarks import common
 from elfatt_sd.attention.merging import Split, find_candidates, match_candidates, rows_at_once, split_grid
-from elfatt_sd.benchmarking import CHANNELS, channels_first, tomesd_matching, without_gradients
-from elfatt_sd.benchmarking.record import Record, Results, Session
+from elfatt_sd.benchmarking import CHANNELS, tomesd_matching
+from elfatt_sd.benchmarking.record import Results, Session
 from elfatt_sd.benchmarking.variants import grid_side
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.loading import pick_device, pick_dtype
@@ -52,17 +52,18 @@ def merging(
     sides = {count: grid_side(count) for count in tokens}
     Phase(ratio=ratio, stride=stride)  # checks them
     asked = {"ratio": ratio, "stride": stride, "channels": channels}
-    record = Record(session, "merging", place, asked, bases=["tomesd"])
+    record = (session or Session()).begin("merging", place, asked, bases=["tomesd"])
     for dtype, (count, side) in itertools.product(dtypes, sides.items()):
         generator = torch.Generator().manual_seed(0)
         x = standard_normal((batch, count, channels), generator).to(place, pick_dtype(dtype, place))
-        metric = channels_first(x)
+        metric = x.mT.contiguous().mT  # channels first
         calls: dict[str, Call] = {
             "tomesd": functools.partial(_peer, x, metric, side, ratio, stride),
             "ours": functools.partial(_ours, x, metric, side, ratio, stride),
             "floor: similarities": functools.partial(_similarities, x, stride),
         }
-        record.time({"tokens": count, "batch": batch, "dtype": dtype}, without_gradients(calls), repeats)
+        calls = {name: torch.inference_mode()(call) for name, call in calls.items()}
+        record.time({"tokens": count, "batch": batch, "dtype": dtype}, calls, repeats)
     return record.results
 
 

@@ -15,8 +15,8 @@ import torch
 from benchmarks import common
 from benchmarks.errors import DRAWS, Row, measure_errors
 from elfatt_sd.attention.ordering import BlockOrder
-from elfatt_sd.benchmarking import AGENTS, ORDERS, blocks
-from elfatt_sd.benchmarking.record import Record, Results, Session
+from elfatt_sd.benchmarking import AGENTS, ORDERS
+from elfatt_sd.benchmarking.record import Results, Session
 from elfatt_sd.benchmarking.variants import Size, height_and_width, is_peer, named, read_size
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.drawing.running import check_steps, own_settings, rows_of, warn_if_too_large
@@ -24,6 +24,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.images import weights_sha256
 from elfatt_sd.families import family_of, main_denoiser, step_denoisers
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
+from elfatt_sd.methods import AttentionName
 from elfatt_sd.phases import Phase
 from elfatt_sd.runtime.layer import fits, fitted
 from elfatt_sd.toy import PROMPT
@@ -93,7 +94,7 @@ def orders(
     asked: dict[str, Any] = {"model": model, "prompts": list(prompts), "steps": steps, "record_at": calls}
     asked |= {"guidance": guidance, "seed": seed, "draws": draws, "dtype": precision, "size": size, "frames": frames}
     asked["methods"] = {name: config.to_dict() for name, config in configs.items()}
-    record = Record(session, "orders", place, {**asked, "weights": weights_sha256(pipe)}, bases=[])
+    record = (session or Session()).begin("orders", place, {**asked, "weights": weights_sha256(pipe)}, bases=[])
     given = {"num_inference_steps": steps, "output_type": "latent", **settings.arguments(pipe)}
     generators = [torch.Generator().manual_seed(seed + index) for index in range(len(prompts))]
     found: list[Row] = []
@@ -106,7 +107,7 @@ def orders(
         ]
         record.work_out()
         done, total = len({row["step"] for row in found}), steps if calls is None else len(calls)
-        record.tell(f"step {step}", done, max(done, total))  # some schedulers have more calls than steps
+        record.progress(f"step {step}", done, max(done, total))  # some schedulers have more calls than steps
 
     run = functools.partial(pipe, list(prompts), generator=generators, **given)
     measure_errors(pipe, configs, run, keep, wanted=lambda _, step: calls is None or step in calls, draws=draws)
@@ -127,6 +128,10 @@ def _methods(pipe: Any, methods: Iterable[str | PatchConfig] | None) -> dict[str
         if is_peer(config.method):
             raise ElfattError(f"method={config.method!r} is not accepted here; give methods that replace attention.")
     return {config.method: fitted(config, denoisers) for config in found}
+
+
+def blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
+    return Phase(1.0, attention, block_size=size, block_order=order)
 
 
 def order_configs() -> dict[str, PatchConfig]:

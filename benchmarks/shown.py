@@ -7,7 +7,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ from elfatt_sd.benchmarking.report import (
     speed_table,
     spread,
     table_lines,
-    table_of,
+    with_notes,
     write_report,
 )
-from elfatt_sd.devices import short_commit
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.charts import drawing
 from elfatt_sd.files import link, write_file
@@ -389,6 +388,11 @@ def describe_suite(suite: Results, path: Path, start: Path) -> str:
     return "\n".join(lines)
 
 
+def short_commit(commit: str | None) -> str:
+    digest, plus, changes = (commit or "").partition("+")
+    return digest[:12] + plus + changes
+
+
 def picture_line(results: Results, path: Path, start: Path) -> list[str]:
     return [f"![{results['kind']}]({link(path, start)})", ""] if path.exists() else []
 
@@ -417,12 +421,19 @@ def origin(results: Results) -> str:
     return f"{said}. {made}" + (f" at commit {commit}." if commit else ".")
 
 
+def _table(cells: Callable[[Sequence[Mapping[str, Any]]], list[list[str]]]) -> Callable[[Results], str]:
+    return lambda results: with_notes(table_lines(cells(results["rows"])), results)
+
+
 OTHERS |= {
     "growth": (growth_table, lambda results: growth_figure(results["rows"])),
     "orders": (lambda results: error_table(results["rows"]), _orders_figure),
-    "host": (lambda results: table_of(host_cells(results["rows"]), results), _host_figure),
-    "profile": (lambda results: table_of(profile_cells(results["rows"]), results), _profile_figure),
-    "correctness": (lambda results: table_of(correctness_cells(results["rows"]), results), _correctness_figure),
+    "host": (_table(host_cells), _host_figure),
+    "profile": (_table(profile_cells), _profile_figure),
+    "correctness": (
+        _table(correctness_cells),
+        _correctness_figure,
+    ),
 }
 
 if __name__ == "__main__":

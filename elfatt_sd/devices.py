@@ -308,8 +308,3 @@ def commit_of(folder: Path) -> str | None:
     commit = _first_line(*git, "rev-parse", "HEAD")
     changed = _first_line(*git, "status", "--porcelain", "--", ".")
     return f"{commit}+changes" if commit and changed else commit
-
-
-def short_commit(commit: str | None) -> str:
-    digest, plus, changes = (commit or "").partition("+")
-    return digest[:12] + plus + changes

@@ -151,10 +151,6 @@ def check_writable(folder: Path, given: str | None = None) -> None:
         raise kind(f"{named} cannot be written ({error.strerror}); give a folder that can.") from error
 
 
-def nearest_existing(path: Path) -> Path:
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
-
-
 def cache_folder() -> Path:
     if chosen := os.environ.get("ELFATT_SD_CACHE"):
         return Path(chosen)
@@ -212,18 +208,13 @@ def checked(data: Any, shape: type[Shape]) -> Shape:
         raise _explained(str(error), data, shape) from error
 
 
-def parse_json(content: bytes) -> Any:
-    """Return what JSON holds, strictly: no NaN, no infinity, no number beyond float, no half of a surrogate pair."""
-    try:
-        return msgspec.json.decode(content)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-
-
 def read_json(path: Path, remedy: str) -> Any:
-    """Return the content of a JSON file, None where there is no file; see `parse_json`."""
+    """Return the content of a JSON file, None where there is no file.
+
+    It is read strictly: no NaN, no infinity, no number beyond float, no half of a surrogate pair.
+    """
     try:
-        data = parse_json(read_plain(path))
+        data = msgspec.json.decode(read_plain(path))
         if data is None:
             raise ValueError("it holds nothing, null")
         return data

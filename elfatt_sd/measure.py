@@ -9,7 +9,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,10 +92,17 @@ class Comparison:
     def warm_up(self, take: Callable[[Turn], float] | None = None) -> None:
         """Run every thing once without counting it, perhaps in another way."""
         self._total += len(self.names)
-        lose, round_before = None if self.lose is None else self._lost, -len(self.names)  # the first one begins
-        rounds = interleave([*self.names], take or self.take, [round_before] * bool(self.names), lose=lose)
-        for _ in itertools.chain.from_iterable(rounds):
-            self._count()
+        for place, name in enumerate([*self.names], 1):
+            try:
+                (take or self.take)(Turn(name, -1, place))
+            except Exception as error:
+                if self.lose is None:
+                    raise
+                self.lose(name, error)
+                self.names.remove(name)
+                self._total -= self.rounds
+            self._done += 1
+            self.tell(self._done, self._total)
 
     def run(self, seconds: float = math.inf) -> None:
         """Run the rounds that count; none starts past these seconds, once there is one."""
@@ -103,27 +110,11 @@ class Comparison:
             rounds = interleave(self.names, self.take, range(self.rounds), seconds=seconds)
             for turn, taken in itertools.chain.from_iterable(rounds):
                 self.times[turn.name].append(taken)
-                self._count()
-
-    def drop_unfinished_round(self) -> None:
-        """Forget what a round measured that was stopped."""
-        whole = min((len(self.times[name]) for name in self.names), default=0)
-        for name in self.names:
-            del self.times[name][whole:]
+                self._done += 1
+                self.tell(self._done, self._total)
 
     def busy(self) -> str:
         return busy(times for times in self.times.values() if times)
-
-    def _count(self) -> None:
-        self._done += 1
-        self.tell(self._done, self._total)
-
-    def _lost(self, turn: Turn, error: Exception) -> None:
-        if self.lose is not None:
-            self.lose(turn.name, error)
-        self.names.remove(turn.name)
-        self._total -= self.rounds
-        self._count()
 
 
 class Stopwatch:
@@ -212,10 +203,6 @@ class Spread(NamedTuple):
     def over(cls, values: Iterable[float]) -> Self:
         values = list(values)
         return cls(statistics.median(values), min(values), max(values))
-
-    @classmethod
-    def read(cls, data: Mapping[str, Any]) -> Self:
-        return cls(data["median"], data["min"], data["max"])
 
     def words(self, digits: int = 2) -> str:
         median, least, greatest = (f"{value:.{digits}f}" for value in self)

@@ -21,7 +21,6 @@ from elfatt_sd.devices import (
     memory_of,
     proc_value,
     read_clocks,
-    short_commit,
     synchronize,
 )
 
@@ -38,15 +37,6 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
     assert 0 < free <= total
     (tmp_path / "info").write_text("model\t: 1\nmodel name\t: Chip: 3 GHz\nmodel name\t: Other\n")
     assert proc_value(str(tmp_path / "info"), "model name") == "Chip: 3 GHz" and proc_value("no file", "x") is None
-
-
-def test_the_device_itself_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the current one, which may be another."""
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    for device in (CPU, torch.device("cuda:1")):
-        synchronize(device)
-    assert waited == [torch.device("cuda:1")]
 
 
 CODE = """
@@ -84,18 +74,22 @@ def test_the_next_tensor_takes_the_pages_of_the_last_once_the_command_runs() -> 
     assert given_back > PAGES / 8, "else there is nothing to gain on this machine"
 
 
-def test_clocks_are_those_of_the_device_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own number: `CUDA_VISIBLE_DEVICES` gives another card the index 0."""
+def test_what_is_asked_of_the_device_is_asked_of_the_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the current one, and by its own number: `CUDA_VISIBLE_DEVICES` gives another card the index 0.
+
+    Of the processor: ten seconds of two, six busy, four of them for this process. Others had two of twenty.
+    """
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    for device in (CPU, torch.device("cuda:1")):
+        synchronize(device)
+    assert waited == [torch.device("cuda:1")]
     asked: list[tuple[str, ...]] = []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="0f2c"))
     monkeypatch.setattr(devices, "_first_line", lambda *command: asked.append(command) or "1980, 2619, 1980, 31, 75.5")
     assert read_clocks(torch.device("cuda", 0))["clocks.sm"] == "1980" and "--id=GPU-0f2c" in asked[0]
     monkeypatch.setattr(devices.psutil, "cpu_freq", lambda: None)
     assert read_clocks(CPU) == {"cpu_mhz": None}
-
-
-def test_processor_time_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten seconds of two processors, six busy, four of them for this process: others had two of twenty."""
     found = devices._processor_seconds()
     assert found is not None and 0 < found[1] <= found[0]
     readings = iter([(100.0, 50.0, 7.0), (120.0, 56.0, 11.0)])
@@ -122,4 +116,3 @@ def test_the_commit_is_that_of_tracked_files(tmp_path: Path) -> None:
     assert commit_of(installed) is None  # although it lies in the repository
     (package / "__init__.py").write_text("one = 2\n")
     assert commit_of(package) == f"{commit}+changes"
-    assert short_commit(commit_of(package)) == f"{commit[:12]}+changes" and short_commit(None) == ""

@@ -83,66 +83,53 @@ def test_an_import_that_was_not_foreseen_names_its_extra(monkeypatch: Any) -> No
     assert (result.exit_code, result.stderr) == (2, f"error: torchmetrics.image is not installed: {EVAL}\n")
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (MemoryError(), True),
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
-        (RuntimeError("MPS backend out of memory"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), False),
-        (ValueError("out of memory"), False),
-    ],
-    ids=str,
-)
-def test_memory_that_ran_out(error: BaseException, expected: bool) -> None:
-    assert is_out_of_memory(error) is expected
+def test_memory_that_ran_out() -> None:
+    for error in (
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("MPS backend out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    ):
+        assert is_out_of_memory(error), error
+    for other in (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), ValueError("out of memory")):
+        assert not is_out_of_memory(other)
 
 
-# The doctor.
-
-
-def test_a_working_machine_is_healthy() -> None:
-    result = call("doctor", "--json")
-    assert (result.exit_code, result.stderr) == (0, "")
-    data = json.loads(result.stdout)
+def test_the_doctor_finds_what_is_missing_broken_or_wrong(monkeypatch: Any) -> None:
+    """Each with its install line; what raises is a finding, so that the rest is still shown."""
+    healthy = call("doctor", "--json")
+    assert (healthy.exit_code, healthy.stderr) == (0, "")
+    data = json.loads(healthy.stdout)
     assert data.pop("healthy") is True
     assert list(data) == ["machine", "needed packages", "optional packages", "self-check"]
     assert {"torch", "diffusers", "transformers"} <= {finding["name"] for finding in data["needed packages"]}
-
-
-def test_what_is_missing_or_old_names_its_install_line(monkeypatch: Any) -> None:
     lines = ["torch>=9999", "no-such-package", "diffusers>=0.32.1", "nope>=1; extra == 'dev'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: lines)
     absent = {"nothing": OptionalPackage("no_such", "it", "eval"), "alone": OptionalPackage("no_such", "it")}
-    monkeypatch.setattr(errors, "PACKAGES", absent)
-    monkeypatch.setattr(doctor, "PACKAGES", absent)
-    sections = doctor.examine()
-    assert [(each.name, each.status, each.remedy) for each in sections["needed packages"]] == [
+    for place in (errors, doctor):
+        monkeypatch.setattr(place, "PACKAGES", absent)
+    right = softmax.elfatt_attention
+    wrong = lambda q, *args, **kernel: right(q, *args, **kernel) * (1 + 1e-3 * (q.dtype == torch.float32))  # noqa: E731
+    monkeypatch.setattr(softmax, "elfatt_attention", wrong)
+    found, healthy_now = doctor.examine()
+    assert [(each.name, each.status, each.remedy) for each in found["needed packages"]] == [
         ("torch", "missing", "pip install 'torch>=9999'"),
         ("no-such-package", "missing", "pip install 'no-such-package'"),
         ("diffusers", "ok", ""),
     ]
-    remedies = [(each.status, each.remedy) for each in sections["optional packages"]]
+    remedies = [(each.status, each.remedy) for each in found["optional packages"]]
     assert remedies == [("optional", "pip install 'elfatt-sd[eval]'"), ("optional", "pip install alone")]
-    result = call("doctor")
-    assert result.exit_code == 1 and "pip install 'no-such-package'" in result.stdout
-
-
-def test_the_doctor_survives_what_raises_and_sees_a_wrong_attention(monkeypatch: Any) -> None:
-    right = softmax.elfatt_attention
-    wrong = lambda q, *args, **kernel: right(q, *args, **kernel) * (1 + 1e-3 * (q.dtype == torch.float32))  # noqa: E731
-    monkeypatch.setattr(softmax, "elfatt_attention", wrong)
-    assert doctor.examine()["self-check"][0].status == "missing"
+    assert found["self-check"][0].status == "missing" and not healthy_now
 
     def broken() -> None:
         raise RuntimeError("the driver is gone\nand more")
 
     monkeypatch.setattr("elfatt_sd.devices.accelerators", broken)
-    sections = doctor.examine()
+    found, _ = doctor.examine()
     for name in ("machine", "self-check"):
-        last = sections[name][-1]
+        last = found[name][-1]
         assert (last.value, last.status) == ("RuntimeError: the driver is gone", "missing")
-    assert not doctor.healthy(sections) and len(sections["needed packages"]) > 3
+    result = call("doctor")
+    assert result.exit_code == 1 and "pip install 'no-such-package'" in result.stdout

@@ -46,44 +46,35 @@ def test_things_take_turns_and_every_round_starts_with_another() -> None:
     assert len([list(turns) for turns in interleave("a", lambda turn: 0, range(100), seconds=0)]) == 1
 
 
-def test_what_fails_has_no_further_turns() -> None:
-    lost: list[tuple[Turn, str]] = []
+def test_a_comparison_warms_up_and_takes_turns_and_what_fails_has_no_further_ones() -> None:
+    seen: list[Turn] = []
+    lost: list[Any] = []
 
     def take(turn: Turn) -> float:
-        if turn.name == "b" and turn.number in (1, -2):
+        seen.append(turn)
+        if turn.name == "broken":
             raise ValueError("no")
-        return 1.0
-
-    rounds = interleave("ab", take, range(3), lose=lambda turn, error: lost.append((turn, str(error))))
-    assert [[turn.name for turn, _ in turns] for turns in rounds] == [["a", "b"], ["a"], ["a"]]
-    assert lost == [(Turn("b", 1, 1), "no")]
-    with pytest.raises(ValueError, match="no"):
-        Comparison(["a", "b"], take, 2).run()
-    told: list[str] = []
-    compared = Comparison(["a", "b"], take, 2, lose=lambda name, error: told.append(f"{name}: {error}"))
-    compared.warm_up()
-    compared.run()
-    assert (told, compared.names, compared.times) == (["b: no"], ["a"], {"a": [1.0, 1.0], "b": []})
-
-
-def test_a_comparison_warms_up_and_takes_turns() -> None:
-    seen: list[str] = []
-    told: list[tuple[int, int]] = []
-
-    def take(turn: Turn) -> float:
-        seen.append(f"{turn.name}{turn.number}")
         return 1.0 + (turn.name == "slow")
 
-    compared = Comparison(["slow", "fast"], take, 2, lambda done, total: told.append((done, total)))
+    told: list[tuple[int, int]] = []
+    tell = lambda done, total: told.append((done, total))  # noqa: E731
+    names = ["slow", "broken", "fast"]
+    compared = Comparison([*names], take, 2, tell, lambda name, error: lost.append((name, str(error))))
     compared.warm_up()
     compared.run()
-    assert seen == ["slow-2", "fast-2", "slow0", "fast0", "fast1", "slow1"]
-    assert told == [(done, 6) for done in range(1, 7)]
+    assert [f"{turn.name}{turn.number}" for turn in seen[3:]] == ["slow0", "fast0", "fast1", "slow1"]
+    assert [(turn.name, turn.number) for turn in seen[:3]] == [(name, -1) for name in names]
+    assert lost == [("broken", "no")] and told[-1] == (7, 7) and [done for done, _ in told] == [*range(1, 8)]
     assert compared.busy() == ""
     compared.times["fast"].append(9.0)
     assert "equal runs took 1.00 to 9.00 s" in compared.busy()
-    compared.drop_unfinished_round()
-    assert compared.times == {"slow": [2.0, 2.0], "fast": [1.0, 1.0]}
+    assert compared.times == {"slow": [2.0, 2.0], "broken": [], "fast": [1.0, 1.0, 9.0]}
+    with pytest.raises(ValueError, match="no"):
+        Comparison([*names], take, 2).run()
+    rounds = interleave(["broken", "fast"], take, range(3), lose=lambda turn, error: lost.append(turn))
+    assert [[turn.name for turn, _ in turns] for turns in rounds] == [["fast"]] * 3 and lost[1:] == [
+        Turn("broken", 0, 1)
+    ]
 
 
 def test_ratios_are_taken_within_rounds_that_both_have() -> None:
@@ -91,7 +82,6 @@ def test_ratios_are_taken_within_rounds_that_both_have() -> None:
     spread = Spread.over([2.0, 4.0, 3.0])
     assert spread._asdict() == {"median": 3.0, "min": 2.0, "max": 4.0}
     assert (spread.words(), Spread.over([1.001, 1.0]).words()) == ("3.00 (2.00 to 4.00)", "1.00")
-    assert Spread.read({"name": "floor", **spread._asdict()}) == spread
 
 
 def test_the_clock_waits_for_the_device_and_counts_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +113,10 @@ def test_the_clock_waits_for_the_device_and_counts_calls(monkeypatch: pytest.Mon
 
 
 def test_peak_memory_is_what_the_call_needs() -> None:
-    """Two tensors at the highest point; what was there before does not count, nor what comes after it."""
+    """Two tensors at the highest point; what was there before does not count, nor what comes after it.
+
+    A call that does not fit, or a device that does not tell, has none.
+    """
     kept = torch.ones(64 * MIB, dtype=torch.uint8)
 
     def call() -> None:
@@ -132,16 +125,12 @@ def test_peak_memory_is_what_the_call_needs() -> None:
         del first
         second[:MIB] + 1
 
-    peak = peak_memory(call, CPU)
-    assert peak is not None
-    assert 40 * MIB <= peak < 40 * MIB + 4096
-    assert peak_memory(call, CPU) == peak
-
-
-def test_a_call_that_does_not_fit_or_a_device_that_does_not_tell_has_no_peak() -> None:
     def fail(error: Exception) -> None:
         raise error
 
+    peak = peak_memory(call, CPU)
+    assert peak is not None and 40 * MIB <= peak < 40 * MIB + 4096
+    assert peak_memory(call, CPU) == peak
     assert peak_memory(lambda: fail(torch.OutOfMemoryError("CUDA out of memory")), CPU) is None
     with pytest.raises(ElfattError, match="other"):
         peak_memory(lambda: fail(ElfattError("other")), CPU)

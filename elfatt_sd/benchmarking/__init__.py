@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd.attention.ordering import BLOCK_ORDERS, BlockOrder, Grid
-from elfatt_sd.benchmarking.record import Record, Results, Session
+from elfatt_sd.attention.ordering import BLOCK_ORDERS, Grid
+from elfatt_sd.benchmarking.record import Results, Session
 from elfatt_sd.benchmarking.variants import (
     AUTOTUNED,
     COMPILED,
@@ -28,17 +28,12 @@ from elfatt_sd.benchmarking.variants import (
     UNPATCHED,
     Size,
     Variant,
-    by_phase,
-    fitted_methods,
-    fitting,
     forget_matchings,
     forget_residuals,
     grid_side,
     height_and_width,
+    line_up,
     resolve_methods,
-    whole,
-    with_exact,
-    with_twins,
 )
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import standard_normal
@@ -58,7 +53,7 @@ from elfatt_sd.families.shapes import (
 from elfatt_sd.families.shapes import SHAPES as SHAPES
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
-from elfatt_sd.methods import AttentionName, Blocks, Draws, Softmax, attentions, is_own
+from elfatt_sd.methods import Blocks, Draws, Softmax, attentions, is_own
 from elfatt_sd.phases import EXACT, Backend, Phase
 from elfatt_sd.runtime.call import Call as PatchCall
 from elfatt_sd.runtime.call import LayerCall, attend
@@ -124,22 +119,18 @@ def make_model(
 
     Of a transformer, a few blocks are built: the whole of one fits few machines, and its blocks are alike.
     """
+    empty: Callable[[], Any] | None = None
     if name in SHAPES:
-        dimensions = Dimensions.of(SHAPES[name], SHAPE_VAE)
+        dimensions, empty = Dimensions.of(SHAPES[name], SHAPE_VAE), functools.partial(empty_unet, SHAPES[name])
     elif name in TRANSFORMERS:
         dimensions = dimensions_of_transformer(name)
+        empty = functools.partial(empty_transformer, TRANSFORMERS[name], few=True)
     else:
         pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
         dimensions = dimensions_of(pipe)
     for size in sizes:
         dimensions.check(*height_and_width(size))
-    if name in SHAPES:
-        denoiser = random_unet(SHAPES[name], device, dtype)
-    elif name in TRANSFORMERS:
-        denoiser = fill(empty_transformer(TRANSFORMERS[name], few=True), device, dtype).eval()
-    else:
-        denoiser = main_denoiser(pipe)
-    return Model(denoiser, dimensions.factor)
+    return Model(fill(empty(), device, dtype) if empty else main_denoiser(pipe), dimensions.factor)
 
 
 def make_pipeline(
@@ -159,7 +150,7 @@ def make_pipeline(
     model = make_model(name, device, dtype)
     parts = {
         "unet": model.unet,
-        "vae": fill(vae, device, dtype).eval(),
+        "vae": fill(vae, device, dtype),
         "scheduler": library.DDIMScheduler(steps_offset=1, clip_sample=False),
         "text_encoder": None,
         "tokenizer": None,
@@ -175,14 +166,8 @@ def make_pipeline(
     return library.StableDiffusionXLPipeline(**parts, text_encoder_2=None, tokenizer_2=None), inputs
 
 
-def random_unet(shape: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Build a UNet whose weights are drawn on the device, without a copy in float32."""
-    made: nn.Module = fill(empty_unet(shape), device, dtype).eval()
-    return made
-
-
 def fill(module: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Draw the weights of a module on the meta device: uniform by fan-in, norms 1, biases 0."""
+    """Draw the weights of a module on the meta device, there: uniform by fan-in, norms 1, biases 0."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     module = module.to_empty(device=device)
@@ -194,7 +179,7 @@ def fill(module: Any, device: torch.device, dtype: torch.dtype) -> Any:
                 parameter.uniform_(-bound, bound, generator=generator)
             else:
                 parameter.fill_(float(name.endswith("weight")))
-    return module.requires_grad_(False)
+    return module.requires_grad_(False).eval()
 
 
 def layer(
@@ -220,10 +205,11 @@ def layer(
     Blocks(block_size)  # checks it
     settings = {"dtype": str(precision).removeprefix("torch."), "block_size": block_size}
     settings["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
-    record = Record(session, kind, place, settings, bases=[Softmax.name, _PEER])
+    record = (session or Session()).begin(kind, place, settings, bases=[Softmax.name, _PEER])
     parts = {"attention": _attention_calls, "layer": _layer_calls}
     for (count, side), part in itertools.product(sides.items(), parts):
-        calls = without_gradients(parts[part](side, batch, block_size, place, precision))
+        made = parts[part](side, batch, block_size, place, precision)
+        calls = {name: torch.inference_mode()(call) for name, call in made.items()}
         key = {"tokens": count, "batch": batch, "part": part}
         # A call's time is expected from that of the last size, as if its cost were quadratic.
         smaller = [row for row in record.results["rows"] if row["part"] == part and row["tokens"] < count]
@@ -247,8 +233,8 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
 
     A part of a name after a comma is an order. Attentions that others registered are there by their own names.
     """
-    phases = {f"block, {order}": blocks("block", block_size, order) for order in ORDERS}
-    phases["cell_spread"] = blocks("cell_spread", block_size, "spread")
+    phases = {f"block, {each}": Phase(1.0, "block", block_size=block_size, block_order=each) for each in ORDERS}
+    phases["cell_spread"] = Phase(1.0, "cell_spread", block_size=block_size, block_order="spread")
     phases["sampled"] = Phase(1.0, "sampled", block_size=block_size)
     phases["agents"] = Phase(1.0, "agent", agents=AGENTS)
     for merging, ratio in {"": 0.0, " on tome 0.5": 0.5}.items():
@@ -257,10 +243,6 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
         phases[f"elfatt{merging}, spread"] = halves.with_settings({"block_order": "spread"})
     phases["tome 0.5"] = Phase(1.0, "softmax", ratio=0.5)
     return phases | {name: Phase(1.0, kind()) for name, kind in attentions().items() if not is_own(kind)}
-
-
-def blocks(attention: AttentionName, size: int, order: BlockOrder) -> Phase:
-    return Phase(1.0, attention, block_size=size, block_order=order)
 
 
 class _Projected:
@@ -302,10 +284,10 @@ def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, d
 
     generator = torch.Generator().manual_seed(0)
     x = standard_normal((batch, side * side, CHANNELS), generator).to(device, dtype)
-    block_input = channels_first(x)
+    block_input = x.mT.contiguous().mT  # channels first, as in a UNet
     with torch.device("meta"):
         empty = Attention(CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS)
-    attention = fill(empty, device, dtype).eval()
+    attention = fill(empty, device, dtype)
 
     def merged_by_peer() -> Tensor:
         merge, unmerge = tomesd_matching(block_input, side, 0.5, 2)
@@ -325,10 +307,6 @@ def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, d
     return calls
 
 
-def channels_first(x: Tensor) -> Tensor:
-    return x.mT.contiguous().mT
-
-
 def tomesd_matching(metric: Tensor, side: int, ratio: float, stride: int) -> tuple[Move, Move]:
     need("peer 'tomesd'", "tomesd")
     from tomesd.merge import bipartite_soft_matching_random2d
@@ -336,10 +314,6 @@ def tomesd_matching(metric: Tensor, side: int, ratio: float, stride: int) -> tup
     cells, merged = (side, side, stride, stride), int(metric.shape[1] * ratio)
     matching: tuple[Move, Move] = bipartite_soft_matching_random2d(metric, *cells, merged, no_rand=True)
     return matching
-
-
-def without_gradients(calls: Mapping[str, Call]) -> dict[str, Call]:
-    return {name: torch.inference_mode()(call) for name, call in calls.items()}
 
 
 def unet(
@@ -367,10 +341,8 @@ def unet(
     batches = (batch, 2 * batch) if memory is None else memory
     chosen = resolve_methods(methods, **settings)
     made = model if isinstance(model, Model) else make_model(model, place, precision, variant, sizes)
-    lineup = by_phase(fitted_methods(chosen, made.unet, named=methods is not None))
-    if compile or autotune:
-        lineup = with_twins(lineup, COMPILED if compile else AUTOTUNED)
-    lineup = fitting(with_exact(lineup, competitors), made.unet)
+    own: dict[str, Any] = {"ending": COMPILED * compile + AUTOTUNED * autotune, "competitors": competitors}
+    lineup = line_up(chosen, made.unet, by_phase=True, named=methods is not None, **own)
     about: dict[str, Any] = {
         "model": model if isinstance(model, str) else "given",
         "dtype": str(precision).removeprefix("torch."),
@@ -378,7 +350,9 @@ def unet(
         "variants": lineup.described(),
         **({"variant": variant} if variant else {}),
     }
-    record = Record(session, "unet", place, about, **lineup.details((UNPATCHED, PEER, UNPATCHED + COMPILED)))
+    record = (session or Session()).begin(
+        "unet", place, about, **lineup.details((UNPATCHED, PEER, UNPATCHED + COMPILED))
+    )
     keys = [{"size": size, "batch": batch} for size in sizes]
 
     def lose(name: str, error: Exception) -> None:
@@ -456,12 +430,11 @@ def pipeline(
     pipe, inputs = make_pipeline(model, place, precision, batch, variant)
     pipe.set_progress_bar_config(disable=True)
     check_steps(pipe, steps)
-    denoiser = main_denoiser(pipe)
-    lineup = fitting(whole(fitted_methods(chosen, denoiser, named=methods is not None)), denoiser)
+    lineup = line_up(chosen, main_denoiser(pipe), by_phase=False, named=methods is not None)
     twins = {name: twin(pipe, each) for name, each in lineup.variants.items()}
     about: dict[str, Any] = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
     about |= {"variants": lineup.described(), **({"variant": variant} if variant else {})}
-    record = Record(session, "pipeline", place, about, **lineup.details((UNPATCHED, PEER)))
+    record = (session or Session()).begin("pipeline", place, about, **lineup.details((UNPATCHED, PEER)))
     if not sizes:
         height, width = dimensions_of(pipe).own
         sizes = (width if height == width else f"{width}x{height}",)

@@ -6,9 +6,9 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -25,7 +25,7 @@ QUICK = 1.0  # seconds of a call on a GPU below which several calls are timed to
 
 @dataclass
 class Session:
-    """What one invocation of a benchmark writes and tells."""
+    """One invocation of a benchmark: what it writes and tells, and at any time the rows of what is measured so far."""
 
     out: Path | None = None  # folder of the files of results; None writes nothing
     name: str | None = None  # of these files, if not that of the benchmark
@@ -35,23 +35,16 @@ class Session:
     progress: Progress = lambda name, done, total: None
     # leave out a variant that fails, and keep the reason; otherwise only what does not fit into memory
     keep_going: bool = False
-    results: Results | None = None  # of the benchmark that began last
+    results: Results = field(default_factory=dict)  # empty until it begins
 
-    def path(self, kind: str) -> Path | None:
-        return None if self.out is None else self.out / f"{self.name or kind}.json"
-
-
-class Record:
-    """The results of one benchmark, at any time with the rows of what is measured so far."""
-
-    def __init__(
-        self, session: Session | None, kind: str, device: torch.device, settings: Mapping[str, Any], **details: Any
-    ) -> None:
-        self._session = session or Session()
-        self._device, self.tell = device, self._session.progress
-        self.results: Results = {"kind": kind, "command": self._session.command, "settings": dict(settings)}
+    def begin(self, kind: str, device: torch.device, settings: Mapping[str, Any], **details: Any) -> Self:
+        self._device = device
+        self.results = {"kind": kind, "command": self.command, "settings": dict(settings)}
         self.results |= {"machine": describe_machine(device), **details, "groups": [], "rows": []}
-        self._session.results = self.results
+        return self
+
+    def path(self) -> Path | None:
+        return None if self.out is None else self.out / f"{self.name or self.results['kind']}.json"
 
     def time(
         self,
@@ -75,7 +68,7 @@ class Record:
                 repeated[turn.name] = max(1, min(20, round(0.1 / timed(warm[turn.name], self._device))))
             return taken
 
-        tell = functools.partial(self.tell, title(key))
+        tell = functools.partial(self.progress, title(key))
         lose = functools.partial(self.lose, key)
         compared = Comparison([*calls], take, repeats, tell, lose, group["times"])
         tell(0, (repeats + 1) * len(calls))
@@ -83,8 +76,10 @@ class Record:
             compared.warm_up(warm_one)
             compared.run(seconds)
         finally:  # also when it is stopped
-            compared.drop_unfinished_round()
-            if rounds := max(map(len, group["times"].values()), default=0):
+            rounds = min((len(compared.times[name]) for name in compared.names), default=0)
+            for name in compared.names:
+                del compared.times[name][rounds:]  # of a round that was not finished
+            if rounds:
                 group["sittings"] = [{"started": started, "rounds": rounds, "bystanders": bystanders.share()}]
             self.work_out()
 
@@ -93,7 +88,7 @@ class Record:
         group = self.group(key)
         if is_out_of_memory(error):
             group["lost"].append(variant)
-        elif self._session.keep_going:
+        elif self.keep_going:
             group.setdefault("failed", {})[variant] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         else:
             raise error
@@ -103,7 +98,7 @@ class Record:
         group, what = self.group(key), f"{variant}, memory at batch {batch}"
         if variant in group["lost"] or variant in group.get("failed", ()):
             return
-        self.tell(f"{title(key)}, {what}", 0, 1)
+        self.progress(f"{title(key)}, {what}", 0, 1)
         peaks = group["peaks"].setdefault(variant, {})
         peaks[str(batch)] = None
         try:
@@ -136,7 +131,11 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
         known = {name: times for name, times in group["times"].items() if times}
         runs = results.get("runs") or {name: {"parts": [[name, 1]], "floor": None} for name in known}
         runs = {method: run for method, run in runs.items() if all(name in known for name, _ in run["parts"])}
-        totals = {method: _total(run["parts"], known) for method, run in runs.items()}
+        totals: dict[str, list[float]] = {}
+        for method, run in runs.items():  # round by round, the parts of a run added up, as the mean of its steps
+            steps = sum(count for _, count in run["parts"])
+            turns = range(min(len(known[name]) for name, _ in run["parts"]))
+            totals[method] = [sum(known[name][turn] * count for name, count in run["parts"]) / steps for turn in turns]
         for method, run in runs.items():
             bases = [base for base in results["bases"] if base in totals]
             names = [name for name, _ in run["parts"]]
@@ -164,18 +163,6 @@ def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     parts, prefix = row.get("parts", ()), f"{plain_name(row['method'])}/"
     own = [part for part in parts if part["variant"].startswith(prefix)]
     return min(own, key=lambda part: part["seconds"], default=None) if len(parts) > 1 else None
-
-
-def beats_its_floor(row: Mapping[str, Any]) -> bool:
-    floor = row.get("floor")
-    return floor is not None and round(floor["median"], 3) < 1
-
-
-def _total(parts: Sequence[tuple[str, int]], times: Times) -> list[float]:
-    """Add up, round by round, the parts of a run, as the mean of its steps."""
-    steps = sum(count for _, count in parts)
-    turns = min(len(times[name]) for name, _ in parts)
-    return [sum(times[name][turn] * count for name, count in parts) / steps for turn in range(turns)]
 
 
 def _timing(own: Sequence[float], totals: Times, bases: Sequence[str], floor: str | None) -> dict[str, Any]:

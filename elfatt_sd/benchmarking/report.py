@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elfatt_sd.benchmarking.record import Results, beats_its_floor, own_part, title
+from elfatt_sd.benchmarking.record import Results, own_part, title
 from elfatt_sd.benchmarking.variants import (
     AUTOTUNED,
     COMPILED,
@@ -55,11 +55,6 @@ _LEGEND = {  # by the names that it explains
 }
 
 
-def legend(names: Collection[str]) -> str:
-    said = [text for pattern, text in _LEGEND.items() if any(re.fullmatch(pattern, name) for name in names)]
-    return "; ".join(said) + "." if said else ""
-
-
 def markdown(results: Results) -> str:
     """Return the rows as a Markdown table, with what all of them share above it and what their names mean below it."""
     rows = results["rows"]
@@ -67,7 +62,7 @@ def markdown(results: Results) -> str:
         return OTHERS[results["kind"]][0](results)
     if rows and "speed" not in rows[0]:  # of a script that is not at hand
         head = list(dict.fromkeys(name for row in rows for name in row))
-        return table_of([head, *([str(row.get(name, "")) for name in head] for row in rows)], results)
+        return with_notes(table_lines([head, *([str(row.get(name, "")) for name in head] for row in rows)]), results)
     return speed_table(results)
 
 
@@ -85,14 +80,17 @@ def speed_table(results: Results) -> str:
                 figures = (cell(each) for cell in columns.values())
                 cells.append([*(str(row.get(key, "")) for key in keys), each["method"], *figures])
         lines = [*[f"{shared[:1].upper()}{shared[1:]}:", ""] * bool(shared), *table_lines(cells)]
-    return _with_notes(lines, results)
+    return with_notes(lines, results)
 
 
 def _notes(results: Results) -> list[str]:
     """Say what names mean, what is noise, what did not fit into memory, and what failed otherwise."""
     rows = [row for row in results["rows"] if "speed" in row]
-    said = [legend({row["method"] for row in rows})]
-    noisy = [row["method"] for row in rows if any(map(beats_its_floor, (row, *row.get("parts", ()))))]
+    names = {row["method"] for row in rows}
+    known = [text for pattern, text in _LEGEND.items() if any(re.fullmatch(pattern, name) for name in names)]
+    said = ["; ".join(known) + "." * bool(known)]
+    floors = [(row["method"], each.get("floor")) for row in rows for each in (row, *row.get("parts", ()))]
+    noisy = [method for method, floor in floors if floor and round(floor["median"], 3) < 1]
     if noisy:
         named = ", ".join(f"`{name}`" for name in dict.fromkeys(noisy))
         said.append(f"Faster than its floor, which is noise (repeat with more rounds): {named}.")
@@ -104,13 +102,8 @@ def _notes(results: Results) -> list[str]:
     return list(filter(None, said))
 
 
-def _with_notes(lines: Sequence[str], results: Results) -> str:
+def with_notes(lines: Sequence[str], results: Results) -> str:
     return "".join(f"{line}\n" for line in [*lines, *(each for note in _notes(results) for each in ("", note))])
-
-
-def table_of(cells: Sequence[Sequence[str]], results: Results) -> str:
-    """Return cells as a Markdown table, its head first, and what was lost below it."""
-    return _with_notes(table_lines(cells), results)
 
 
 def table_lines(cells: Sequence[Sequence[str]]) -> list[str]:
@@ -135,9 +128,9 @@ def _columns(
     return columns
 
 
-def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def groups(results: Results) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
-    for row in rows:
+    for row in results["rows"]:
         found.setdefault(title({key: row[key] for key in KEYS if key in row}), []).append(row)
     return found
 
@@ -155,7 +148,7 @@ def clock(seconds: float) -> str:
 
 
 def spread(ratio: Row | None, digits: int = 2) -> str:
-    return "" if ratio is None else Spread.read(ratio).words(digits)
+    return "" if ratio is None else Spread(*(ratio[name] for name in Spread._fields)).words(digits)
 
 
 def scaled(value: float | None, unit: float, digits: int) -> str:
@@ -168,8 +161,14 @@ def show(results: Results, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    for name, rows in groups(results["rows"]).items():
+    conclusions = []
+    for name, rows in groups(results).items():
         bases = [base for base in results["bases"] if any(base in row["speed"] for row in rows)][:1]
+        ours = [row for row in rows if row["method"] not in results["bases"] and not is_reference(row["method"])]
+        for base in bases if ours else ():
+            best = max(ours, key=lambda row: row["speed"][base]["median"])
+            times = f"{spread(best['speed'][base])} times as fast as {base}"
+            conclusions.append(f"{name}: {best['method']} is fastest of the methods, {times}.")
         columns = _columns(rows, bases, lambda ratio: f"{ratio['median']:.2f}" if ratio else "")
         columns.pop("GB for +1 image", None)  # which stands in the files, as the other bases do
         table = Table(title=name, title_justify="left", box=SIMPLE)
@@ -184,33 +183,8 @@ def show(results: Results, console: Console) -> None:
         console.print(table)
     for note in _notes(results):
         console.print(Text(note.replace("`", "")))
-    for line in conclude(results):
+    for line in conclusions:
         console.print(Text(line, style="bold"))
-
-
-def conclude(results: Results) -> list[str]:
-    """Say for each group which method is fastest."""
-    said = []
-    for name, rows in groups(results["rows"]).items():
-        base = next((base for base in results["bases"] if any(base in row["speed"] for row in rows)), None)
-        ours = [row for row in rows if row["method"] not in results["bases"] and not is_reference(row["method"])]
-        if base is not None and ours:
-            best = max(ours, key=lambda row: row["speed"][base]["median"])
-            times = f"{spread(best['speed'][base])} times as fast as {base}"
-            said.append(f"{name}: {best['method']} is fastest of the methods, {times}.")
-    return said
-
-
-def plot(results: Results, name: str = "") -> Any:
-    """Draw what a script draws of its own kind, otherwise bars of the speed."""
-    need("a plot", "matplotlib")
-    kind, settings = results["kind"], results["settings"]
-    figure = OTHERS[kind][1](results) if kind in OTHERS else _speed_figure(results)
-    if not figure.get_suptitle():
-        what = name or settings.get("model") or kind.replace("_", " ")
-        about = filter(None, [what, settings.get("dtype"), results["machine"]["device"]])
-        figure.suptitle(", ".join(about), fontsize=10)
-    return figure
 
 
 def save(results: Results, path: Path, name: str = "") -> list[Path]:
@@ -224,20 +198,25 @@ def save(results: Results, path: Path, name: str = "") -> list[Path]:
 
 
 def draw(results: Results, path: Path, name: str = "") -> list[Path]:
-    """Write the plot alone."""
-    rows, picture = results["rows"], path.with_suffix(".png")
-    if results["kind"] not in OTHERS and rows and "speed" not in rows[0]:
+    """Write the plot alone: what a script draws of its own kind, otherwise bars of the speed."""
+    need("a plot", "matplotlib")
+    kind, rows, picture = results["kind"], results["rows"], path.with_suffix(".png")
+    if kind not in OTHERS and rows and "speed" not in rows[0]:
         return []
+    figure = OTHERS[kind][1](results) if kind in OTHERS else _speed_figure(results)
+    if not figure.get_suptitle():
+        what = name or results["settings"].get("model") or kind.replace("_", " ")
+        about = filter(None, [what, results["settings"].get("dtype"), results["machine"]["device"]])
+        figure.suptitle(", ".join(about), fontsize=10)
     with atomic_file(picture) as file:
-        plot(results, name).savefig(file, format="png", dpi=150)
+        figure.savefig(file, format="png", dpi=150)
     return [picture]
 
 
 def _speed_figure(results: Results) -> Any:
     from matplotlib.figure import Figure
 
-    rows = results["rows"]
-    panels = groups(rows)
+    rows, panels = results["rows"], groups(results)
     columns = min(2, len(panels))
     height = 0.8 + 0.42 * max(len(panel) for panel in panels.values())
     figure = Figure(figsize=(6.5 * columns, height * math.ceil(len(panels) / columns) + 0.8), layout="constrained")

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,16 +113,13 @@ def forget_matchings(unet: nn.Module) -> None:
         call.matchings.clear()
 
 
-class NoAttention:
-    """A processor that leaves the layer out."""
-
-    def __call__(self, attn: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return torch.zeros_like(hidden_states)
+def no_attention(attn: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.zeros_like(hidden_states)
 
 
 def _leave_out(layer: SelfAttention) -> None:
     """Let a layer that is as it was made give zeros."""
-    processor: Any = NoAttention()
+    processor: Any = no_attention
     if layer.joint:
         original = layer.processor
         zeros = with_attention(type(original), lambda exact, query, *_, **__: torch.zeros_like(query))
@@ -210,9 +207,11 @@ class Lineup:
 
     def place(self, name: str, variant: Variant) -> str:
         """Add a variant, and return the name under which it, or one of the same work, is timed."""
-        known = next((known for known, other in self.variants.items() if _alike(variant, other)), name)
-        self.variants.setdefault(known, variant)
-        return known
+        for known, other in self.variants.items():
+            if dataclasses.replace(variant, config=other.config) == other and same_work(variant.config, other.config):
+                return known
+        self.variants[name] = variant
+        return name
 
     def described(self) -> dict[str, Any]:
         return {name: variant.to_dict() for name, variant in self.variants.items()}
@@ -220,10 +219,6 @@ class Lineup:
     def details(self, bases: Iterable[str]) -> dict[str, Any]:
         runs = {row: dataclasses.asdict(run) for row, run in self.runs.items()}
         return {"bases": [base for base in bases if base in runs], "runs": runs}
-
-
-def _alike(one: Variant, other: Variant) -> bool:
-    return dataclasses.replace(one, config=other.config) == other and same_work(one.config, other.config)
 
 
 def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any) -> list[PatchConfig]:
@@ -244,7 +239,7 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
     return _once(found)
 
 
-def fitted_methods(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool) -> list[PatchConfig]:
+def _fitted(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool) -> list[PatchConfig]:
     """Return the configurations that methods are on a denoiser, each kind of work once."""
     denoisers, levels = {"denoiser": denoiser}, max(1, len(levels_of(find_layers(denoiser))))
     found = [fitted(config, denoisers) for config in configs if named or fits(config, denoisers)]
@@ -264,38 +259,34 @@ def _once(configs: Iterable[PatchConfig]) -> list[PatchConfig]:
 
 def same_work(one: PatchConfig, other: PatchConfig) -> bool:
     """Tell whether two configurations do the same, whatever their names; peers are what their names say."""
-    alike = dataclasses.replace(one, method="same") == dataclasses.replace(other, method="same")
     peers = [name if differs_by_step(name) else is_peer(name) for name in (one.method, other.method)]
-    return alike and peers[0] == peers[1]
+    return peers[0] == peers[1] and dataclasses.replace(one, method=other.method) == other
 
 
-def by_phase(configs: Iterable[PatchConfig]) -> Lineup:
-    """Work out which UNet calls to time, one for each phase, and of how many of which each method's run is made."""
-    configs = list(configs)
-    check_steps_are_alike(configs)
-    return whole(configs, single_phases)
-
-
-def check_steps_are_alike(configs: Iterable[PatchConfig]) -> None:
-    """Refuse peers that do other work in one step than in another: only a whole run tells their time."""
-    for config in configs:
-        if differs_by_step(config.method):
-            raise ElfattError(f"{config.method} is timed over a whole run: elfatt-sd bench pipeline.")
-
-
-def whole(
-    configs: Iterable[PatchConfig], cut: Callable[[PatchConfig], list[tuple[Variant, int]]] | None = None
+def line_up(
+    configs: Sequence[PatchConfig],
+    denoiser: nn.Module | None = None,
+    *,
+    by_phase: bool,
+    named: bool = True,
+    ending: str = "",
+    competitors: Iterable[Backend] = (),
 ) -> Lineup:
-    """Work out which pipelines to time, one for each method, or the pieces that methods are cut in.
+    """Work out what to time for methods: each as a whole, or a call in each of its phases.
 
-    Untouched is first, tomesd before our own token merging, and the floors are last.
+    Untouched is first, tomesd before our own token merging, and the floors come after the methods. Methods that do not
+    fit the denoiser are left out, or refused where somebody `named` them. The `ending` is that of twins: `AUTOTUNED`
+    of patches, `COMPILED` of all that are not peers. Competitors are backends of exact attention in all layers.
     """
+    tomesd = denoiser is None or isinstance(family_of(denoiser), UNet)  # which patches nothing else
     lineup = Lineup({UNPATCHED: UNTOUCHED}, {})
     lineup.add(UNPATCHED, UNTOUCHED)
     floors: dict[str, Variant] = {}
-    for config in configs:
+    for config in configs if denoiser is None else _fitted(configs, denoiser, named=named):
         method = config.method
         if differs_by_step(method):
+            if by_phase:
+                raise ElfattError(f"{method} is timed over a whole run: elfatt-sd bench pipeline.")
             lineup.add(method, Variant(method))
             continue
         floor = FLOOR if config.levels == 1 else f"{FLOOR} of {config.levels} levels"
@@ -307,40 +298,26 @@ def whole(
             layers = dataclasses.replace(layers, phases=config.phases, per_layer=config.per_layer)
         floors.setdefault(floor, Variant(FLOOR, layers))
         peer = is_peer(method)
-        if peer or (method == MERGING and any(phase.merge.ratio > 0 for phase in config.all_phases)):
+        if tomesd and (peer or (method == MERGING and any(phase.merge.ratio > 0 for phase in config.all_phases))):
             lineup.add(method if peer else PEER, Variant(PEER, config), floor)
-        if peer:
-            continue
-        if cut is None:
-            lineup.add(method, Variant("patch", config) if config.active else UNTOUCHED, floor)
-        else:
-            pieces = [(f"{method}/{index}", *piece) for index, piece in enumerate(cut(config))]
+        if by_phase and not peer:
+            pieces = [(f"{method}/{index}", *piece) for index, piece in enumerate(single_phases(config))]
             parts = tuple((lineup.place(name, variant), steps) for name, variant, steps in pieces)
             lineup.runs[method] = Run(parts, floor)
+        elif not peer:
+            lineup.add(method, Variant("patch", config) if config.active else UNTOUCHED, floor)
     for name, variant in floors.items():
         lineup.add(name, variant)
-    return lineup
-
-
-def fitting(lineup: Lineup, denoiser: nn.Module) -> Lineup:
-    """Leave out tomesd where the denoiser is not a UNet, which are all that it patches."""
-    if isinstance(family_of(denoiser), UNet):
-        return lineup
-    variants = {name: variant for name, variant in lineup.variants.items() if variant.kind != PEER}
-    runs = {row: run for row, run in lineup.runs.items() if all(name in variants for name, _ in run.parts)}
-    return Lineup(variants, runs)
-
-
-def with_exact(lineup: Lineup, backends: Iterable[Backend]) -> Lineup:
-    """Add exact attention in all layers through other backends."""
-    for backend in backends:
+    if ending:
+        lineup = _with_twins(lineup, ending)
+    for backend in competitors:
         name = EXACT_THROUGH + backend
         lineup.add(name, Variant("patch", PatchConfig(name, levels=ALL_LEVELS, attention_backend=backend)))
     return lineup
 
 
-def with_twins(lineup: Lineup, ending: str) -> Lineup:
-    """Add twins of variants, and of rows that have one: autotuned ones of patches, compiled ones of all but peers."""
+def _with_twins(lineup: Lineup, ending: str) -> Lineup:
+    """Add twins of variants, and of rows that have one."""
     tuned = ending == AUTOTUNED
     variants = {
         name: variant

@@ -233,7 +233,7 @@ def try_methods(
             for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
                 table.add_column(name, justify="left" if name == "method" else "right")
             for row in rows:
-                table.add_row(row.label, f"{row.seconds:.2f}", row.speed_text(), row.psnr_text())
+                table.add_row(*row.cells())
             path = trial.write(out)
             output().print(table)
             print(f"{trial.recommendation()}\n{path}")
@@ -247,15 +247,15 @@ def _draw_sheet(
 
     for name, each in sources.items():
         check_model(name, allow_pickle=each.allow_pickle, variant=each.variant)
-    sheet = Sheet(
-        lambda request: sources[request.model].load_for(request), list(sources), prompts, methods, rounds, **settings
-    )
+    load = lambda request: sources[request.model].load_for(request)  # noqa: E731
+    sheet = Sheet(load, list(sources), prompts, methods, rounds, settings)
     try:
         with progress(sheet.images) as (on_step, on_image):
             sheet.run(on_step, on_image)
     finally:  # what is finished is shown and kept when it is stopped
         if sheet.lines:
-            print("\n".join([*sheet.summary(), str(sheet.write(out))]))
+            path, figures = sheet.write(out)
+            print(*figures, path, sep="\n")
 
 
 @app.command()
@@ -345,35 +345,32 @@ def demo(
     """Serve a page that draws untouched and patched images side by side; Ctrl-C ends it."""
     need("elfatt-sd demo", "gradio")
     from elfatt_sd.config import known_method
-    from elfatt_sd.drawing.demo import Demo, make_page
+    from elfatt_sd.drawing.demo import make_page
     from elfatt_sd.loading import check_model, load_pipeline
 
     known_method(method)
     for name in model or ():
         check_model(name)
     quiet_libraries()
-    page = make_page(Demo(load_pipeline), model or list(EMBEDDED), method, steps)
+    page = make_page(load_pipeline, model or list(EMBEDDED), method, steps)
     print(f"http://127.0.0.1:{port}  (Ctrl-C ends it)")
-    try:
-        page.launch(server_name="127.0.0.1", server_port=port, share=False, inbrowser=browse, quiet=True)
-    except OSError as error:
-        raise ElfattError(f"port={port} is taken; give another one, such as --port {port + 1}.") from error
+    page.launch(server_name="127.0.0.1", server_port=port, share=False, inbrowser=browse, quiet=True)
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Tell what this machine has and what is missing; exit code 1 if something needed is missing."""
-    from elfatt_sd.drawing.doctor import examine, healthy
+    from elfatt_sd.drawing.doctor import examine
 
-    sections = examine()
+    sections, healthy = examine()
     if as_json:
         data = {name: [vars(finding) for finding in findings] for name, findings in sections.items()}
-        print(json.dumps({"healthy": healthy(sections), **data}, indent=2))
+        print(json.dumps({"healthy": healthy, **data}, indent=2))
     marks = {"ok": ("ok", "green"), "missing": ("missing", "red"), "optional": ("not there", "yellow"), "info": ("",)}
     for name, findings in sections.items() if not as_json else ():
         table = Table(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for finding in findings:
             table.add_row(Text(*marks[finding.status]), finding.name, finding.value, finding.remedy)
         output().print(table, "", sep="\n")
-    if not healthy(sections):
+    if not healthy:
         raise typer.Exit(1)

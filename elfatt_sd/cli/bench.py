@@ -181,12 +181,18 @@ def _run(name: str, session: dict[str, Any], **options: Any) -> None:
     from elfatt_sd import benchmarking
     from elfatt_sd.benchmarking.record import Session
     from elfatt_sd.benchmarking.report import markdown, save, show
+    from elfatt_sd.benchmarking.variants import read_size
     from elfatt_sd.files import write_json
-    from elfatt_sd.loading import pick_device, pick_dtype
+    from elfatt_sd.loading import check_model, pick_device, pick_dtype
 
     pick_dtype(options["dtype"], pick_device(options["device"]))
     if "model" in options:
-        _check_model(options)
+        model, variant = options["model"], options.get("variant")
+        options["sizes"] = [*map(read_size, options["sizes"])]
+        if model not in SHAPE_NAMES:
+            check_model(model, variant=variant)
+        elif variant is not None:
+            raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
     if "methods" in options:
         options["methods"] = [read_method(text) for text in options["methods"]]
     made = Session(**session, command=shlex.join(["elfatt-sd", *sys.argv[1:]]))
@@ -195,29 +201,16 @@ def _run(name: str, session: dict[str, Any], **options: Any) -> None:
         with progress_of("calls") as made.progress:
             getattr(benchmarking, name)(session=made, **options)
     finally:
-        if (results := made.results) is not None:
+        if results := made.results:
             if made.markdown:
                 print(markdown(results), end="")
             else:
                 show(results, output())
-            if results["rows"] and (path := made.path(results["kind"])):
+            if results["rows"] and (path := made.path()):
                 write_json(path, results)
                 print("\n".join(map(str, [path, *save(results, path)])))
-    if made.results is not None and not made.results["rows"]:  # nothing fitted into memory, as is told
+    if results and not results["rows"]:  # nothing fitted into memory, as is told
         raise typer.Exit(FAILURE)
-
-
-def _check_model(options: dict[str, Any]) -> None:
-    """Check what can be checked before a model is loaded, and read the sizes of images."""
-    from elfatt_sd.benchmarking.variants import read_size
-    from elfatt_sd.loading import check_model
-
-    model, variant = options["model"], options.get("variant")
-    options["sizes"] = [*map(read_size, options["sizes"])]
-    if model not in SHAPE_NAMES:
-        check_model(model, variant=variant)
-    elif variant is not None:
-        raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
 
 
 def read_method(text: str) -> Any:

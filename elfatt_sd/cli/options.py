@@ -149,9 +149,18 @@ class Source:
 
     def load_for(self, request: Request) -> Any:
         """Load the pipeline, and say which words of the prompts it does not know."""
+        from elfatt_sd.toy.renderer import COLORS, PATTERNS, SHAPES, unknown_words
+
         pipe = self.load()
-        if self.model in EMBEDDED:
-            tell_unknown_words(list(request.prompts))
+        unknown = sorted({word for prompt in request.prompts for word in unknown_words(prompt)})
+        if self.model in EMBEDDED and unknown:
+            named = ", ".join(map(repr, unknown[:10])) + f" and {len(unknown) - 10} more words" * (len(unknown) > 10)
+            complain(
+                f"the toy does not know {named}; it draws one of {', '.join(SHAPES)} in "
+                f"{', '.join(COLORS)} on a {', '.join(PATTERNS)} background. For anything else give a real model: "
+                "--model DIRECTORY, HUB-ID or FILE.safetensors",
+                "note",
+            )
         return pipe
 
     def load(self) -> Any:
@@ -166,21 +175,6 @@ class Source:
         given += ", allow_pickle=True" * self.allow_pickle
         given += f", variant={json.dumps(self.variant)}" if self.variant else ""
         return f"pipe = elfatt_sd.load_pipeline({given})"
-
-
-def tell_unknown_words(prompts: list[str]) -> None:
-    """Say which words of prompts the embedded pipelines do not know."""
-    from elfatt_sd.toy.renderer import COLORS, PATTERNS, SHAPES, unknown_words
-
-    unknown = sorted({word for prompt in prompts for word in unknown_words(prompt)})
-    if unknown:
-        named = ", ".join(map(repr, unknown[:10])) + f" and {len(unknown) - 10} more words" * (len(unknown) > 10)
-        complain(
-            f"the toy does not know {named}; it draws one of {', '.join(SHAPES)} in "
-            f"{', '.join(COLORS)} on a {', '.join(PATTERNS)} background. For anything else give a real model: "
-            "--model DIRECTORY, HUB-ID or FILE.safetensors",
-            "note",
-        )
 
 
 takes_patch = adds_options("chosen", options_of(Patch), Patch)

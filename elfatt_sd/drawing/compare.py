@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -18,7 +17,8 @@ from elfatt_sd.drawing.running import Shot
 from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Studio, free_name, write_image
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers
-from elfatt_sd.measure import Comparison, Spread, Turn, busy, ratios
+from elfatt_sd.measure import Comparison, Spread, Turn, ratios
+from elfatt_sd.measure import busy as busy_of
 from elfatt_sd.patch import remove_patch
 from elfatt_sd.runtime.layer import fits
 
@@ -43,14 +43,6 @@ class Row:
     fault: str = ""  # what is wrong with its image; see `pictures.fault_of`
 
     @property
-    def label(self) -> str:
-        return "untouched" if self.method == UNTOUCHED else self.method
-
-    @property
-    def seconds(self) -> float:
-        return median(self.times)
-
-    @property
     def speed(self) -> float:
         return median(self.ratios)
 
@@ -58,25 +50,21 @@ class Row:
     def usable(self) -> bool:
         return self.method != UNTOUCHED and not (self.unchanged or self.fault)
 
-    def speed_text(self) -> str:
-        """Return how many times as fast, with minimum and maximum over more than one round."""
-        return "" if self.method == UNTOUCHED else Spread.over(self.ratios).words()
-
-    def psnr_text(self) -> str:
-        if self.fault:
-            return "no image"
+    def cells(self) -> tuple[str, str, str, str]:
+        """Return its name, seconds, how many times as fast (also at least and at most), and PSNR, in words."""
+        name, fast, close = self.method, Spread.over(self.ratios).words(), f"{self.psnr_db:.1f}"
         if self.method == UNTOUCHED:
-            return ""
-        return f"{self.psnr_db:.1f}" if math.isfinite(self.psnr_db) else "identical"
+            name, fast, close = "untouched", "", ""
+        elif not math.isfinite(self.psnr_db):
+            close = "identical"
+        return name, f"{median(self.times):.2f}", fast, "no image" if self.fault else close
 
     def caption(self, busy: bool = False) -> tuple[str, str]:
         """Return its two lines below its image; a speed only where the machine was idle."""
-        name = f"{self.label}, {self.seconds:.2f} s"
-        if self.method == UNTOUCHED:
-            return name, ""
-        close = f"PSNR {self.psnr_text()} dB" if self.usable else self.psnr_text()
-        speed = "machine busy, speed unknown" if busy else f"{self.speed_text()} times as fast"
-        return name, f"{speed}, {close}"
+        name, seconds, fast, close = self.cells()
+        speed = "machine busy, speed unknown" if busy else f"{fast} times as fast"
+        details = f"{speed}, {f'PSNR {close} dB' if self.usable else close}"
+        return f"{name}, {seconds} s", "" if self.method == UNTOUCHED else details
 
 
 class Trial:
@@ -112,7 +100,7 @@ class Trial:
         """Run two steps of each method, so that no time has a first call in it."""
 
         def take(turn: Turn) -> float:
-            with self._patched(turn.name):
+            with self.studio.patched(self.configs[turn.name]):
                 self.studio.warm_up()
             return 0.0
 
@@ -138,33 +126,29 @@ class Trial:
         return shot.seconds
 
     def draw(self, method: str) -> Shot:
-        with self._patched(method):
+        with self.studio.patched(self.configs[method]):
             shot = self.studio.draw(self.prompt, self.seed)
         if method not in self.shots or (shot.fault and method != UNTOUCHED):
             self.shots[method] = shot
         return shot
 
-    def _patched(self, method: str) -> AbstractContextManager[None]:
-        config = self.configs[method]
-        return self.studio.patched(config) if config.active else nullcontext()
-
     @property
     def rows(self) -> list[Row]:
         """What each method did that was drawn at least once."""
-        return [self._row(method) for method, times in self.times.items() if times]
-
-    def _row(self, method: str) -> Row:
-        shot, untouched, times = self.shots[method], self.times[UNTOUCHED], self.times[method]
-        picture, unchanged = shot.frames[0], ""
-        own = ratios(untouched, times)
-        if self.again and method != UNTOUCHED:
-            own += ratios(untouched[1:], times)
-        decibel = psnr(self.shots[UNTOUCHED].frames[0], picture)
-        if method != UNTOUCHED and not math.isfinite(decibel):
-            unchanged = f"identical: {method} changed nothing in this run"
-            if not self.configs[method].approximates(0, len(self.studio.pipe.scheduler.timesteps)):
-                unchanged += ", of which it approximates no step; give more steps"
-        return Row(method, picture, tuple(times), own, decibel, unchanged, shot.fault)
+        rows, untouched = list[Row](), self.times[UNTOUCHED]
+        for method, times in self.times.items():
+            if not times:
+                continue
+            shot, own, unchanged = self.shots[method], ratios(untouched, times), ""
+            if self.again and method != UNTOUCHED:
+                own += ratios(untouched[1:], times)
+            decibel = psnr(self.shots[UNTOUCHED].frames[0], shot.frames[0])
+            if method != UNTOUCHED and not math.isfinite(decibel):
+                unchanged = f"identical: {method} changed nothing in this run"
+                if not self.configs[method].approximates(0, len(self.studio.pipe.scheduler.timesteps)):
+                    unchanged += ", of which it approximates no step; give more steps"
+            rows.append(Row(method, shot.frames[0], tuple(times), own, decibel, unchanged, shot.fault))
+        return rows
 
     def recommendation(self) -> str:
         """Return in a sentence which method to use here."""
@@ -238,49 +222,44 @@ def compared(studio: Studio) -> Iterator[Result]:
     trials = (Trial(studio, [studio.request.config], 1, again=True, shot=shot) for shot in studio.shots())
     first = next(trials)
     first.warm_up()
-    *_, method = first.configs
     first.times[UNTOUCHED].append(first.draw(UNTOUCHED).seconds)
     trial: Trial | None = first
     while trial:
+        *_, method = trial.configs
         trial.times[method].append(trial.draw(method).seconds)
         following = next(trials, None)
         after = (following or trial).draw(UNTOUCHED).seconds
-        trial.times[UNTOUCHED].append(after)
-        if following:
-            following.times[UNTOUCHED].append(after)
-        yield _written(trial)
+        for each in filter(None, (trial, following)):
+            each.times[UNTOUCHED].append(after)
+        untouched, own, figures, fault = pair(trial)
+        shot, busy = trial.shots[method], bool(trial.comparison.busy())
+        sheet = side_by_side([untouched.picture, own.picture], [untouched.caption(), own.caption(busy)], trial.prompt)
+        record = studio.record(trial.prompt, trial.seed, shot) | {
+            "untouched_seconds": mean(untouched.times),
+            "speed_ratio": mean(own.ratios),
+            "speed_ratios": list(own.ratios),
+            "psnr_db": own.psnr_db if own.usable else None,
+            "identical": bool(own.unchanged and not own.fault),
+            "timing": "one run between two untouched ones, after a warm-up of two steps",
+        }
+        path = write_image(free_name(studio.folder, trial.prompt), sheet, record)
+        yield Result(path, shot.seconds, studio.memory(shot), fault, figures)
         trial = following
 
 
 def pair(trial: Trial) -> tuple[Row, Row, str, str]:
     """Return untouched and the one method of a trial, how fast and how close it is, and what is wrong with an image."""
     untouched, own = trial.rows
-    figures = f"untouched {mean(untouched.times):.2f} s, patched {own.seconds:.2f} s"
+    _, seconds, fast, close = own.cells()
+    figures = f"untouched {mean(untouched.times):.2f} s, patched {seconds} s"
     if found := untouched.fault or own.fault:
         fault = f"the {'untouched' if untouched.fault else 'patched'} image {found}"
         return untouched, replace(own, fault=found), f"not compared ({figures})", fault
     if own.unchanged:
         return untouched, own, f"{own.unchanged} ({figures})", ""
-    figures += f": {own.speed_text()} times as fast (between two untouched runs, after a warm-up); "
-    figures += f"PSNR {own.psnr_text()} dB"
+    figures += f": {fast} times as fast (between two untouched runs, after a warm-up); PSNR {close} dB"
     said = trial.comparison.busy()
     return untouched, own, f"{figures}\n  {said}" if said else figures, ""
-
-
-def _written(trial: Trial) -> Result:
-    untouched, own, figures, fault = pair(trial)
-    shot, studio, busy = trial.shots[own.method], trial.studio, bool(trial.comparison.busy())
-    sheet = side_by_side([untouched.picture, own.picture], [untouched.caption(), own.caption(busy)], trial.prompt)
-    record = studio.record(trial.prompt, trial.seed, shot) | {
-        "untouched_seconds": mean(untouched.times),
-        "speed_ratio": mean(own.ratios),
-        "speed_ratios": list(own.ratios),
-        "psnr_db": own.psnr_db if own.usable else None,
-        "identical": bool(own.unchanged and not own.fault),
-        "timing": "one run between two untouched ones, after a warm-up of two steps",
-    }
-    path = write_image(free_name(studio.folder, trial.prompt), sheet, record)
-    return Result(path, shot.seconds, studio.memory(shot), fault, figures)
 
 
 class Line(NamedTuple):
@@ -292,34 +271,32 @@ class Line(NamedTuple):
     record: dict[str, Any]  # of the trial
 
 
+@dataclass
 class Sheet:
     """Prompts drawn with each pipeline; which methods are fastest and closest is measured on the first prompt."""
 
-    def __init__(
-        self,
-        load: Callable[[Request], Any],
-        models: Sequence[str],
-        prompts: Sequence[str],
-        methods: Sequence[str] = METHODS,
-        rounds: int = 1,
-        **settings: Any,
-    ) -> None:
-        self._load, self._models, self._prompts, self._methods = load, models, prompts, methods
-        self._rounds, self._again, self._settings = rounds, rounds == 1, settings
-        self.lines: list[Line] = []
-        first = len({UNTOUCHED, *methods})
-        tried = [first, *[min(3, first)] * (len(prompts) - 1)]
-        self.images = len(models) * sum(rounds * each + self._again for each in tried)  # at most
+    load: Callable[[Request], Any]
+    models: Sequence[str]
+    prompts: Sequence[str]
+    methods: Sequence[str] = METHODS
+    rounds: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)  # further fields of `Request`
+    lines: list[Line] = field(default_factory=list)  # that are finished
+
+    def __post_init__(self) -> None:
+        self.again, first = self.rounds == 1, len({UNTOUCHED, *self.methods})
+        tried = [first, *[min(3, first)] * (len(self.prompts) - 1)]
+        self.images = len(self.models) * sum(self.rounds * each + self.again for each in tried)  # at most
 
     def run(self, on_step: OnStep, on_image: OnImage) -> None:
         untouched = PatchConfig.preset(UNTOUCHED)
-        for model in self._models:
-            pipe = self._load(Request(tuple(self._prompts), untouched, model=model, **self._settings))
+        for model in self.models:
+            pipe = self.load(Request(tuple(self.prompts), untouched, model=model, **self.settings))
             denoisers = find_denoisers(pipe)  # tokens of transformers cannot be merged
-            methods = [method for method in self._methods if fits(PatchConfig.preset(known_method(method)), denoisers)]
-            for number, prompt in enumerate(self._prompts):
-                studio = Studio(pipe, Request((prompt,), untouched, model=model, **self._settings), Path(), on_step)
-                trial = Trial(studio, methods, self._rounds, again=self._again)
+            methods = [method for method in self.methods if fits(PatchConfig.preset(known_method(method)), denoisers)]
+            for number, prompt in enumerate(self.prompts):
+                studio = Studio(pipe, Request((prompt,), untouched, model=model, **self.settings), Path(), on_step)
+                trial = Trial(studio, methods, self.rounds, again=self.again)
 
                 def tell(said: str, fault: str, begin: str = f"{model}, {prompt}: ") -> None:
                     on_image(begin + said, fault and begin + fault)
@@ -329,48 +306,39 @@ class Sheet:
                 methods = [row.method for row in rows]
                 self.lines.append(Line(model, prompt, rows, trial.to_dict()))
 
-    def write(self, folder: Path) -> Path:
-        """Write the sheet as PNG, and a JSON file next to it, and return the path of the sheet."""
-        columns = max(len(line.rows) for line in self.lines)
+    def write(self, folder: Path) -> tuple[Path, list[str]]:
+        """Write the sheet as PNG, and a JSON file next to it; return its path, and the figures of each pipeline."""
+        columns, busy, said = max(len(line.rows) for line in self.lines), dict[str, str](), list[str]()
+        for model in dict.fromkeys(line.model for line in self.lines):
+            by_method: dict[str, list[Row]] = {}
+            for row in (row for line in self.lines if line.model == model for row in line.rows):
+                by_method.setdefault(row.method, []).append(row)
+            busy[model] = busy_of([second for row in rows for second in row.times] for rows in by_method.values())
+            by_method.pop(UNTOUCHED)
+            if not by_method:
+                said.append(f"{model}: no method changed the image and kept {LEAST:g} dB PSNR to the untouched one")
+            for method, rows in by_method.items():
+                speed = Spread.over([ratio for row in rows for ratio in row.ratios]).words()
+                close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
+                psnr = f"PSNR {median(close):.1f} dB" if close else "identical"
+                said.append(f"{model}, {method}: {speed} times as fast, {psnr} (median of {len(rows)} prompts)")
+            if busy[model]:
+                said.append(f"{model}: {busy[model]}")
         size = max(line.rows[0].picture.size for line in self.lines)
         blank = Image.new("RGB", size, "white")  # where no method made another image of its own
-        images, captions, title = [], [], TITLE
+        images, captions = list[Image.Image](), list[tuple[str, str]]()
         for line in self.lines:
-            missing = columns - len(line.rows)
+            missing, was_busy = columns - len(line.rows), bool(busy[line.model])
             images += [row.picture.resize(size) for row in line.rows] + [blank] * missing
-            captions += [(f"{line.model}, {line.rows[0].caption()[0]}", line.prompt)]
-            if was_busy := bool(self.busy(line.model)):
-                title = f"{TITLE}; {BUSY_TITLE}"
+            captions.append((f"{line.model}, {line.rows[0].caption()[0]}", line.prompt))
             for row in line.rows[1:]:  # whose place promises a method that is faster
                 name, details = row.caption(was_busy)
                 captions.append((name, details if was_busy or row.speed > 1 else f"not faster: {details}"))
             captions += [("", "")] * missing
-        sheet = side_by_side(images, captions, title, columns)
-        drawn = "one image each between two untouched ones" if self._again else f"{self._rounds} interleaved rounds"
+        sheet = side_by_side(images, captions, f"{TITLE}; {BUSY_TITLE}" if any(busy.values()) else TITLE, columns)
+        drawn = "one image each between two untouched ones" if self.again else f"{self.rounds} interleaved rounds"
         record = {"trials": [line.record for line in self.lines], "timing": f"{drawn}, after a warm-up of two steps"}
-        return write_image(free_name(folder, "demo sheet"), sheet, record)
-
-    def summary(self) -> Iterator[str]:
-        """Yield a line for each method of each pipeline: how many times as fast, and how close."""
-        for model in dict.fromkeys(line.model for line in self.lines):
-            if list(self._rows(model)) == [UNTOUCHED]:
-                yield f"{model}: no method changed the image and kept {LEAST:g} dB PSNR to the untouched one"
-            for method, rows in self._rows(model).items():
-                if method == UNTOUCHED:
-                    continue
-                speed = Spread.over([ratio for row in rows for ratio in row.ratios]).words()
-                close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
-                psnr = f"PSNR {median(close):.1f} dB" if close else "identical"
-                yield f"{model}, {method}: {speed} times as fast, {psnr} (median of {len(rows)} prompts)"
-            if said := self.busy(model):
-                yield f"{model}: {said}"
-
-    def busy(self, model: str) -> str:
-        return busy([second for row in rows for second in row.times] for rows in self._rows(model).values())
-
-    def _rows(self, model: str) -> dict[str, list[Row]]:
-        rows = [row for line in self.lines if line.model == model for row in line.rows]
-        return {name: [row for row in rows if row.method == name] for name in dict.fromkeys(row.method for row in rows)}
+        return write_image(free_name(folder, "demo sheet"), sheet, record), said
 
 
 def chosen(rows: Sequence[Row]) -> list[Row]:

@@ -20,12 +20,15 @@ from elfatt_sd.toy import PROMPT
 
 TITLE = "elfatt-sd: untouched and patched"
 STEPS, SHORT = 50, 12
+Load = Callable[[str], Any]  # returns a pipeline by its name, as `load_pipeline` does
 
 
-def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", steps: int = SHORT) -> Any:
+def make_page(load: Load, models: Sequence[str], method: str = "elfatt-fast", steps: int = SHORT) -> Any:
     """Return the page, a `gradio.Blocks` that is not launched yet."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     import gradio
+
+    cached = functools.cache(load)
 
     def draw(
         model: str,
@@ -40,7 +43,7 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
             bar((step, of), desc="drawing", unit="steps")
 
         try:
-            return demo.draw(model, prompt, method, file, steps, seed, tell)
+            return draw_for_page(cached, model, prompt, method, file, steps, seed, tell)
         except ElfattError as error:
             raise gradio.Error(str(error), duration=None, print_exception=False) from error
 
@@ -67,51 +70,45 @@ def make_page(demo: Demo, models: Sequence[str], method: str = "elfatt-fast", st
     return page.queue(default_concurrency_limit=1)
 
 
-class Demo:
-    """Pipelines that are loaded when they are first asked for; the page draws one image at a time."""
+def draw_for_page(
+    load: Load,
+    model: str,
+    prompt: str,
+    method: str,
+    file: str | Path | None = None,  # a saved configuration in the method's place
+    steps: float | None = None,
+    seed: float | None = 0,
+    on_step: OnStep = lambda step, steps: None,
+) -> tuple[tuple[Image.Image, Image.Image], str, str]:
+    """Draw a patched image between two untouched ones; what the page's fields are wrong in is one line.
 
-    def __init__(self, load: Callable[[str], Any]) -> None:
-        self._load = functools.cache(load)  # returns a pipeline by its name, as `load_pipeline` does
+    Returns:
+        the untouched and the patched image; how many times as fast, and how close; what was patched, in lines.
+    """
+    if seed is None:
+        raise ElfattError("there is no seed; give a whole number, such as 0.")
+    drawn = 0
 
-    def draw(
-        self,
-        model: str,
-        prompt: str,
-        method: str,
-        file: str | Path | None = None,  # a saved configuration in the method's place
-        steps: float | None = None,
-        seed: float | None = 0,
-        on_step: OnStep = lambda step, steps: None,
-    ) -> tuple[tuple[Image.Image, Image.Image], str, str]:
-        """Draw a patched image between two untouched ones; what the page's fields are wrong in is one line.
+    def tell(step: int, steps: int) -> None:
+        nonlocal drawn
+        on_step(drawn * steps + step, trial.images * steps)
+        drawn += step == steps
 
-        Returns:
-            the untouched and the patched image; how many times as fast, and how close; what was patched, in lines.
-        """
-        if seed is None:
-            raise ElfattError("there is no seed; give a whole number, such as 0.")
-        drawn = 0
-
-        def tell(step: int, steps: int) -> None:
-            nonlocal drawn
-            on_step(drawn * steps + step, trial.images * steps)
-            drawn += step == steps
-
-        try:
-            config = PatchConfig.load(file) if file else method_named(method)
-            whole = None if steps is None else int(steps)
-            request = Request((prompt,), config, model=model, steps=whole, seed=int(seed), compare=True)
-            pipe = self._load(model)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                trial = Trial(Studio(pipe, request, Path(), tell), [config], 1, again=True)
-                remove_patch(pipe)
-                trial.warm_up()
-                for name in (*trial.configs, UNTOUCHED):  # a faulty image is shown, and said to be one
-                    trial.times[name].append(trial.draw(name).seconds)
-            untouched, own, *said = pair(trial)
-            planned = plan(pipe, config, height=own.picture.height, width=own.picture.width)
-        except Exception as error:
-            raise ElfattError(in_plain_words(error)) from error
-        own_warnings = dict.fromkeys(str(each.message) for each in caught if "elfatt-sd" in str(each.message))
-        return (untouched.picture, own.picture), "\n".join(filter(None, [*said, *own_warnings])), str(planned)
+    try:
+        config = PatchConfig.load(file) if file else method_named(method)
+        whole = None if steps is None else int(steps)
+        request = Request((prompt,), config, model=model, steps=whole, seed=int(seed), compare=True)
+        pipe = load(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trial = Trial(Studio(pipe, request, Path(), tell), [config], 1, again=True)
+            remove_patch(pipe)
+            trial.warm_up()
+            for name in (*trial.configs, UNTOUCHED):  # a faulty image is shown, and said to be one
+                trial.times[name].append(trial.draw(name).seconds)
+        untouched, own, *said = pair(trial)
+        planned = plan(pipe, config, height=own.picture.height, width=own.picture.width)
+    except Exception as error:
+        raise ElfattError(in_plain_words(error)) from error
+    own_warnings = dict.fromkeys(str(each.message) for each in caught if "elfatt-sd" in str(each.message))
+    return (untouched.picture, own.picture), "\n".join(filter(None, [*said, *own_warnings])), str(planned)

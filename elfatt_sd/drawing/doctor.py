@@ -27,25 +27,20 @@ class Finding:
     remedy: str = ""  # what to do about it
 
 
-def examine() -> dict[str, list[Finding]]:
-    """Look at everything; what raises in one section is a finding, so that the others are still shown."""
+def examine() -> tuple[dict[str, list[Finding]], bool]:
+    """Look at everything, and tell whether nothing is missing.
+
+    What raises in one section is a finding, so that the others are still shown.
+    """
     sections: dict[str, list[Finding]] = {}
-    for name, look in (
-        ("machine", _machine),
-        ("needed packages", _needed_packages),
-        ("optional packages", _optional_packages),
-        ("self-check", _self_check),
-    ):
+    looks = {"machine": _machine, "needed packages": _needed_packages, "optional packages": _optional_packages}
+    for name, look in (looks | {"self-check": _self_check}).items():
         found = sections[name] = []
         try:
             found.extend(look())
         except Exception as error:
             found.append(Finding(name, in_plain_words(error), "missing"))
-    return sections
-
-
-def healthy(sections: dict[str, list[Finding]]) -> bool:
-    return all(finding.status != "missing" for findings in sections.values() for finding in findings)
+    return sections, all(each.status != "missing" for found in sections.values() for each in found)
 
 
 def _machine() -> Iterator[Finding]:
@@ -76,15 +71,13 @@ def _needed_packages() -> Iterator[Finding]:
     for requirement in map(Requirement, importlib.metadata.requires("elfatt-sd") or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
+        install = f"pip install '{requirement.name}{requirement.specifier}'"
         try:
             found = importlib.metadata.version(requirement.name)
+            fits = requirement.specifier.contains(found, prereleases=True)
         except importlib.metadata.PackageNotFoundError:
-            found = "not installed"
-        if found != "not installed" and requirement.specifier.contains(found, prereleases=True):
-            yield Finding(requirement.name, found, "ok")
-        else:
-            install = f"pip install '{requirement.name}{requirement.specifier}'"
-            yield Finding(requirement.name, found, "missing", install)
+            found, fits = "not installed", False
+        yield Finding(requirement.name, found, "ok") if fits else Finding(requirement.name, found, "missing", install)
 
 
 def _optional_packages() -> Iterator[Finding]:
@@ -108,7 +101,5 @@ def _self_check() -> Iterator[Finding]:
         found = softmax.elfatt_attention(*drawn.float().to(device), **options).cpu().double()
         error = float((found - expected).abs().max())
         value = f"ELFATT-SD attention is within {error:.1e} of its formula in float64 (accepted: {TOLERANCE:g})"
-        if error <= TOLERANCE:
-            yield Finding(device, value, "ok")
-        else:
-            yield Finding(device, value, "missing", "report this with the lines above")
+        right = error <= TOLERANCE
+        yield Finding(device, value, "ok" if right else "missing", "" if right else "report this with the lines above")

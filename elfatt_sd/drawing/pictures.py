@@ -46,9 +46,7 @@ def side_by_side(
 
 
 def psnr(first: Image.Image, second: Image.Image) -> float:
-    """Return the peak signal-to-noise ratio of two images in dB, `10 log10(255^2 / mean squared error)`."""
-    if first.size != second.size:
-        raise ValueError(f"images of {first.size} and {second.size} pixels cannot be compared; give equal sizes.")
+    """Return the peak signal-to-noise ratio of two images of one size in dB, `10 log10(255^2 / mean squared error)`."""
     one, two = (np.asarray(picture.convert("RGB"), dtype=np.float64) for picture in (first, second))
     error = float(np.mean((one - two) ** 2))
     return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))

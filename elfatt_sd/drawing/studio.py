@@ -230,14 +230,9 @@ def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Pat
     for name, value in record.items():
         text = value if isinstance(value, str) else json.dumps(value)
         info.add_text(name, text) if text.isascii() else info.add_itxt(name, text)
-    beside = path.with_suffix(".json")
-    write_json(beside, record)
-    try:
-        with atomic_file(path) as file:
-            picture.save(file, format="PNG", pnginfo=info)
-    except BaseException:
-        beside.unlink()
-        raise
+    with atomic_file(path) as file:
+        picture.save(file, format="PNG", pnginfo=info)
+        write_json(path.with_suffix(".json"), record)
     return path
 
 

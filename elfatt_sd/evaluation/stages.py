@@ -41,7 +41,6 @@ from elfatt_sd.evaluation.statistics import check_enough
 from elfatt_sd.files import (
     cache_folder,
     check_writable,
-    nearest_existing,
     read_json,
     read_typed,
     sha256_of_data,
@@ -86,7 +85,8 @@ def _disk(run: Run) -> tuple[float, float]:
     """Return the GiB that a run's images take of the disk, as an estimate, and those that are free."""
     protocol = run.protocol
     pixels = len(run.prompts) * len(run.rows) * protocol.frames * protocol.height * protocol.width
-    return pixels * _PNG_BYTES_PER_PIXEL / 2**30, shutil.disk_usage(nearest_existing(run.folder)).free / 2**30
+    there = next(place for place in (run.folder, *run.folder.absolute().parents) if place.exists())
+    return pixels * _PNG_BYTES_PER_PIXEL / 2**30, shutil.disk_usage(there).free / 2**30
 
 
 def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[], Any]]:

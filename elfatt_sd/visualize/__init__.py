@@ -228,20 +228,16 @@ class _Watcher:
         state = self.layer.state
         if state is None or state.phase.exact or state.outcome != "done":
             return
-        if state.call.step in self._steps() - self.done:
+        steps, by_phase = self.patch.schedule.run.steps, dict[Phase, list[int]]()
+        for step in range(steps):
+            phase = self.layer.config.phase_at(step, steps)
+            if not phase.exact and step % phase.residual_steps == phase.residual_steps - 1:
+                by_phase.setdefault(phase, []).append(step)
+        wanted = {each[len(each) // 2] for each in by_phase.values()} if self.step is None else {self.step - 1}
+        if state.call.step in wanted - self.done:
             self.done.add(state.call.step)
             with torch.no_grad():
                 self.looks.append(self._look(state, again, output))
-
-    def _steps(self) -> set[int]:
-        if self.step is not None:
-            return {self.step - 1}
-        by_phase: dict[Phase, list[int]] = {}
-        for step in range(self.patch.schedule.run.steps):
-            phase = self.layer.config.phase_at(step, self.patch.schedule.run.steps)
-            if not phase.exact and step % phase.residual_steps == phase.residual_steps - 1:
-                by_phase.setdefault(phase, []).append(step)
-        return {each[len(each) // 2] for each in by_phase.values()}
 
     def _look(self, state: LayerCall, again: Callable[[], Any], output: Any) -> Look:
         phase, turn, grid = state.phase, state.calls, state.grid

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from elfatt_sd import benchmarking
-from elfatt_sd.benchmarking import Model, random_unet
+from elfatt_sd.benchmarking import Model, fill
 from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.families.shapes import empty_unet
 
 SMALL: dict[str, Any] = {
     "sample_size": 16,
@@ -27,15 +28,6 @@ SMALL_XL: dict[str, Any] = {
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": 64,
-}
-SMALL_VAE: dict[str, Any] = {
-    "block_out_channels": (8,) * 4,
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "norm_num_groups": 4,
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "force_upcast": False,
 }
 
 
@@ -54,14 +46,22 @@ def cpu() -> torch.device:
 @pytest.fixture(scope="session")
 def model(cpu: torch.device) -> Model:
     """A UNet with two levels, seven self-attention layers and random weights."""
-    return Model(random_unet(SMALL, cpu, torch.float32), 8)
+    return Model(fill(empty_unet(SMALL), cpu, torch.float32), 8)
 
 
 @pytest.fixture
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named shapes are small ones."""
     monkeypatch.setattr(benchmarking, "SHAPES", {"sd15": SMALL, "sdxl": SMALL_XL})
-    monkeypatch.setattr(benchmarking, "VAE", SMALL_VAE)
+    small = {"block_out_channels": (8,) * 4, "norm_num_groups": 4, "layers_per_block": 1}
+    monkeypatch.setattr(benchmarking, "VAE", benchmarking.VAE | small)
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of 32 channels."""
+    monkeypatch.setattr(benchmarking, "CHANNELS", 32)
+    monkeypatch.setattr(benchmarking, "HEADS", 4)
 
 
 @pytest.fixture

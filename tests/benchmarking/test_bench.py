@@ -21,35 +21,32 @@ from support.checks import QUICK, Work, check_saved
 from syrupy.assertion import SnapshotAssertion
 from torch import Tensor
 
-from benchmarks.shown import profile_cells
+import benchmarks.shown  # noqa: F401  (how results of scripts look)
+from benchmarks.goals import all_goals, memory_slopes
 from elfatt_sd import benchmarking
 from elfatt_sd.attention import merging
 from elfatt_sd.attention.ordering import BLOCK_ORDERS
 from elfatt_sd.benchmarking import Model, _peak, layer, layer_phases, make_pipeline, pipeline, twin, unet, unet_call
-from elfatt_sd.benchmarking.record import Record, Session, make_rows, own_part
-from elfatt_sd.benchmarking.report import conclude, markdown, show
+from elfatt_sd.benchmarking.record import Session, make_rows, own_part
+from elfatt_sd.benchmarking.report import markdown, show
 from elfatt_sd.benchmarking.variants import (
     AUTOTUNED,
     COMPILED,
     FLOOR,
     VARIATIONS,
     Variant,
-    by_phase,
-    fitted_methods,
     is_reference,
+    line_up,
     patched_layers,
     resolve_methods,
     same_work,
     varied,
-    whole,
-    with_twins,
 )
 from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import copy_structure
 from elfatt_sd.measure import peak_memory
 from elfatt_sd.methods import attentions, sampled
-from elfatt_sd.runtime import call as calling
 from elfatt_sd.runtime.autotune import Tuner
 from elfatt_sd.runtime.call import LayerCall
 from elfatt_sd.runtime.joint_processor import JointProcessor
@@ -61,11 +58,12 @@ COMPUTING = {name for name, kind in attentions().items() if not kind.empty}
 NAMES = ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer of 32 channels."""
-    monkeypatch.setattr(benchmarking, "CHANNELS", 32)
-    monkeypatch.setattr(benchmarking, "HEADS", 4)
+def counting(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, says: Any = lambda *given: 1) -> list[Any]:
+    """Have each call of a function add what it says of its arguments to a list."""
+    seen: list[Any] = []
+    original = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda *given, **own: (seen.append(says(*given)), original(*given, **own))[1])
+    return seen
 
 
 # Layers.
@@ -73,36 +71,28 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("narrow")
 def test_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention is timed under its name; what an order costs is that of a step, with what it draws."""
-    called: list[str] = []
-    attend, begin = calling.attend, LayerCall.begin
-    seen = lambda attention, *given: (called.append(attention.name), attend(attention, *given))[1]  # noqa: E731
-    monkeypatch.setattr(benchmarking, "attend", seen)
+    """An attention is timed under its name; what an order costs is that of a step, with what it draws.
+
+    What would take too long is left out.
+    """
+    called = counting(monkeypatch, benchmarking, "attend", lambda attention, *_: attention.name)
     calls = benchmarking._attention_calls(16, 2, 32, torch.device("cpu"), torch.float32)
     assert {name.removesuffix("s") for name in calls} == COMPUTING
     for name, call in calls.items():
         called.clear()
-        assert call().shape == (2, 256, 4, 8)
-        assert called == [name.removesuffix("s")]
-    drawn: list[str] = []
-    monkeypatch.setattr(LayerCall, "begin", lambda self, *args: (drawn.append("x"), begin(self, *args))[1])
-    results = layer(tokens=[64], block_size=16, repeats=2, memory=False, device="cpu")
-    assert len(drawn) == 3 * len(layer_phases(16)), "in the warm-up and two rounds"
-    check_saved(results, tmp_path)
+        assert call().shape == (2, 256, 4, 8) and called == [name.removesuffix("s")]
     phases = layer_phases(128).values()
     assert {phase.attention.name for phase in phases} == COMPUTING
     assert {phase.block_order for phase in phases if phase.attention.name == "block"} == {*BLOCK_ORDERS} - {"sequence"}
-    with pytest.raises(ElfattError, match="tokens=1000"):
-        layer(tokens=[1000], **QUICK)
-
-
-@pytest.mark.usefixtures("narrow")
-@pytest.mark.filterwarnings("ignore:elfatt-sd. 256 tokens, layer")
-def test_layers_that_would_take_too_long_are_left_out() -> None:
-    with pytest.warns(UserWarning, match=r"256 tokens, attention: softmax, .* left out.* than max_seconds=1e-09"):
-        results = layer(tokens=[64, 256], block_size=16, max_seconds=1e-9, **QUICK)
-    assert {row["tokens"] for row in results["rows"]} == {64}
+    drawn = counting(monkeypatch, LayerCall, "begin")
+    with pytest.warns(UserWarning) as told:
+        results = layer(tokens=[64, 256], block_size=16, repeats=2, max_seconds=1e-9, device="cpu")
+    assert len(drawn) >= 3 * len(layer_phases(16)), "in the warm-up and two rounds"
+    assert all("256 tokens" in str(each.message) and "left out, as" in str(each.message) for each in told)
+    assert len(told) == 2
     assert all(row["peak_bytes"] >= 2 * 64 * 32 * 4 for row in results["rows"]), "the result at least"
+    assert {row["tokens"] for row in results["rows"]} == {64}
+    check_saved(results, tmp_path)
 
 
 # Calls of a denoiser.
@@ -140,17 +130,12 @@ def test_what_calls_keep_is_timed_beside_calls_that_make_it(
     kept: str, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every timed call of the first kind matches, or measures, in each of three layers; of the second kind, none."""
-    made: list[int] = []
-    match, correct = merging.most_similar, LayerCall.correct
+    made = counting(monkeypatch, merging, "most_similar", lambda metric, *_: metric.shape[1])
+    correct = LayerCall.correct
 
     def corrected(state: LayerCall, own: Any, exact: Any) -> Tensor:
         return correct(state, own, lambda rows: (made.append(math.prod(state.grid)), exact(rows))[1])
 
-    def matched(metric: Tensor, *rest: Any) -> Any:
-        made.append(metric.shape[1])
-        return match(metric, *rest)
-
-    monkeypatch.setattr(merging, "most_similar", matched)
     monkeypatch.setattr(LayerCall, "correct", corrected)
     config, steps = varied("tome", reuse_steps=2), [25, 25]
     if kept == "difference":
@@ -163,14 +148,10 @@ def test_what_calls_keep_is_timed_beside_calls_that_make_it(
     assert row["peak_bytes"] is None
 
 
-def test_autotuned_variants_are_timed_beside_the_others(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are decided on at the size that is timed; patched where it pays."""
+def test_autotuned_variants_are_patched_where_it_pays(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are decided on at the size that is timed."""
     decided: set[int] = set()
-    calls: list[str] = []
-    attend = sampled.sampled_attention
-    counting = lambda *args, **own: (calls.append("x"), attend(*args, **own))[1]  # noqa: E731
-    monkeypatch.setattr(sampled, "sampled_attention", counting)
-    counts = []
+    calls, counts = counting(monkeypatch, sampled, "sampled_attention"), []
     for pays in (True, False):
         decide = lambda _, state, phase, sample, pays=pays: decided.add(sample.shape[-1]) or pays  # noqa: E731
         monkeypatch.setattr(Tuner, "pays", decide)
@@ -178,27 +159,20 @@ def test_autotuned_variants_are_timed_beside_the_others(model: Model, monkeypatc
         config = varied("sampled", block_size=16)
         results = unet(model, sizes=[128], methods=[config], autotune=True, memory=[], **QUICK)
         counts.append(len(calls))
-        names = [row["method"] for row in results["rows"]]
-        assert names == ["untouched", config.method, "floor", f"{config.method}, autotuned"]
-    assert decided == {model.inputs(128, 1)["sample"].shape[-1]}
-    assert counts[0] == 2 * counts[1] > 0
+    names = [row["method"] for row in results["rows"]]
+    assert names == ["untouched", config.method, "floor", f"{config.method}, autotuned"]
+    assert decided == {model.inputs(128, 1)["sample"].shape[-1]} and counts[0] == 2 * counts[1] > 0
 
 
-def test_compiled_variants_are_timed_beside_the_others(
+def test_compiled_variants_are_copies_of_their_own(
     model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran: list[set[int]] = []
-
-    def compile(unet: Any, dynamic: bool) -> Any:
-        number = len(ran)
-        ran.append(set())
-        return lambda *args, **options: (ran[number].add(id(unet)), unet(*args, **options))[1]
-
-    monkeypatch.setattr(torch, "compile", compile)
+    compiled: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda unet, dynamic: compiled.append(unet) or unet)
     results = unet(model, sizes=[64], methods=methods[2:], compile=True, memory=[], **QUICK)
     plain = ["untouched", "fast", "floor of 2 levels"]
     assert [row["method"] for row in results["rows"]] == plain + [f"{name}, compiled" for name in plain]
-    assert len(ran) == len(set.union(*ran)) == 3, "each compiles and runs a copy of its own"
+    assert len(compiled) == len({*map(id, compiled)}) == 3
     last = results["rows"][-2]
     assert set(last["speed"]) == {"untouched", "untouched, compiled"}
     assert last["floor"]["name"] == "floor of 2 levels, compiled"
@@ -225,15 +199,13 @@ def test_what_does_not_fit_costs_its_own_rows_only(
     errors: list[Exception] = [torch.OutOfMemoryError("out of memory"), RuntimeError("other")]
 
     def make_call(unet: Any, inputs: Any) -> Any:
-        layers = patched_layers(unet)
-        if not layers or layers[0].patch.config.phases[0].attention.name != "elfatt":
-            return unet_call(unet, inputs)
-
         def fail() -> None:
             tried.append(0)
             raise errors[0]
 
-        return fail
+        layers = patched_layers(unet)
+        fails = layers and layers[0].patch.config.phases[0].attention.name == "elfatt"
+        return fail if fails else unet_call(unet, inputs)
 
     monkeypatch.setattr(benchmarking, "unet_call", make_call)
     results = unet(model, sizes=[64], methods=methods, repeats=3, device="cpu")
@@ -254,12 +226,11 @@ def test_a_transformer_is_timed_like_a_unet() -> None:
     assert {row["size"] for row in rows.values()} == {"96x64"}
     ids = flux.inputs("96x64", 1)["img_ids"]
     assert [int(ids[:, axis].max()) + 1 for axis in (1, 2)] == [4, 6], "rows, columns: the width is said first"
-    inputs, work = flux.inputs(64, 1), {}
-    for kind in ("untouched", FLOOR):
-        call = unet_call(Variant(kind, PatchConfig("all")).install(copy_structure(flux.unet)), inputs)
-        with Work() as work[kind]:
+    for kind, calls in (("untouched", 2), (FLOOR, 0)):
+        call = unet_call(Variant(kind, PatchConfig("all")).install(copy_structure(flux.unet)), flux.inputs(64, 1))
+        with Work() as work:
             call()
-    assert (work["untouched"].calls, work[FLOOR].calls) == (2, 0), "the floor attends to nothing"
+        assert work.calls == calls, "the floor attends to nothing"
     with pytest.raises(ElfattError, match="rotary positions"):
         unet(flux, sizes=(64,), methods=["tome"], repeats=1, device="cpu")
     with pytest.raises(ElfattError, match=r"model='flux' has no pipeline here"):
@@ -281,15 +252,13 @@ def test_pipeline_with_random_weights(
 ) -> None:
     ran: dict[int, set[str]] = {}
     weights: set[int] = set()
-    original = benchmarking._run
 
-    def run(pipe: Any, *args: Any) -> Any:
+    def look(pipe: Any, *_: Any) -> None:
         kinds = {type(module).__name__ for module in pipe.unet.modules()} | set(processors(pipe.unet).values())
         ran[id(pipe.unet)] = kinds & {"ToMeBlock", ElfattProcessor.__name__}
         weights.add(id(pipe.unet.conv_in.weight))  # which all copies share
-        return original(pipe, *args)
 
-    monkeypatch.setattr(benchmarking, "_run", run)
+    counting(monkeypatch, benchmarking, "_run", look)
     results = pipeline(name, sizes=[64], methods=methods, steps=5, **QUICK)
     assert sorted(map(sorted, ran.values())) == [[], [], [], *[[ElfattProcessor.__name__]] * 3, ["ToMeBlock"]]
     assert len(weights) == 1
@@ -345,21 +314,21 @@ PEERS = [varied("deepcache", cache_interval=2), "deepcache", "tgate", "elfatt-fa
 
 
 @pytest.mark.parametrize(
-    ("methods", "line_up"),
+    ("methods", "options"),
     [
-        (None, by_phase),
-        (["sd", "agent", *CUT], by_phase),
-        (["tomesd", "elfatt-fast"], by_phase),
-        (["tomesd", "tome", "sampled"], lambda configs: with_twins(by_phase(configs), AUTOTUNED)),
-        (["tome", "elfatt", "spread"], lambda configs: with_twins(by_phase(configs), COMPILED)),
-        ([PatchConfig.preset("tome", ratio=0.3, max_downsample=2)], by_phase),
-        (PEERS, whole),
+        (None, {}),
+        (["sd", "agent", *CUT], {}),
+        (["tomesd", "elfatt-fast"], {}),
+        (["tomesd", "tome", "sampled"], {"ending": AUTOTUNED}),
+        (["tome", "elfatt", "spread"], {"ending": COMPILED}),
+        ([PatchConfig.preset("tome", ratio=0.3, max_downsample=2)], {}),
+        (PEERS, {"by_phase": False}),
     ],
     ids=["default", "cut", "tomesd", "autotuned", "compiled", "downsampled", "peers"],
 )
-def test_lineups(methods: Any, line_up: Any, snapshot: SnapshotAssertion) -> None:
+def test_lineups(methods: Any, options: dict[str, Any], snapshot: SnapshotAssertion) -> None:
     """Of which calls a method's run is made: of a phase, that match or use a matching again, each kind of work once."""
-    lineup = line_up(resolve_methods(methods))
+    lineup = line_up(resolve_methods(methods), **{"by_phase": True, **options})
     runs = [
         f"{row}: {', '.join(f'{steps} {name}' for name, steps in run.parts)}; {run.floor}"
         for row, run in lineup.runs.items()
@@ -367,7 +336,7 @@ def test_lineups(methods: Any, line_up: Any, snapshot: SnapshotAssertion) -> Non
     assert [*runs, "", *(f"{name} = {each.to_dict()['what']}" for name, each in lineup.variants.items())] == snapshot
 
 
-def test_methods_by_default_and_by_name() -> None:
+def test_methods_by_default_and_by_name(model: Model) -> None:
     """All presets and the variations; settings change those that have them."""
     found = resolve_methods(None)
     assert {method for method in METHODS if method != "sd"} <= {config.method for config in found}
@@ -379,28 +348,28 @@ def test_methods_by_default_and_by_name() -> None:
     assert {"tome", "tome:reuse_steps=2"} <= ratios.keys() and {*ratios.values()} == {0.25}
     assert "elfatt:ratio=0" not in ratios
     assert everything["elfatt-fast"].with_settings(seed=0) == PatchConfig.preset("elfatt-fast")
+    with pytest.warns(UserWarning, match="method 'elfatt-fast:stride=3' has no setting stride"):
+        line_up([varied("elfatt-fast", stride=3)], model.unet, by_phase=True)
     for refused, says in (
         (lambda: resolve_methods(["quick"]), "'quick'"),
         (lambda: varied("deepcache", interval=2), "setting 'interval' of deepcache"),
-        (lambda: by_phase(resolve_methods(PEERS)), "deepcache:cache_interval=2 is timed over a whole run"),
+        (
+            lambda: line_up(resolve_methods(PEERS), by_phase=True),
+            "deepcache:cache_interval=2 is timed over a whole",
+        ),
     ):
         with pytest.raises(ElfattError, match=says):
             refused()
 
 
-def test_a_setting_that_a_named_method_has_not_is_told(model: Model) -> None:
-    with pytest.warns(UserWarning, match="method 'elfatt-fast:stride=3' has no setting stride"):
-        fitted_methods([varied("elfatt-fast", stride=3)], model.unet, named=True)
-
-
 @pytest.mark.parametrize(("levels", "layers"), [(1, 3), (2, 7)])
 def test_floor_removes_the_layers_that_are_patched(model: Model, levels: int, layers: int) -> None:
     before, weights = processors(model.unet), [*model.unet.parameters()]
-    lineup = by_phase([PatchConfig("x", (Phase(1.0, "block"),), levels=levels)])
+    lineup = line_up([PatchConfig("x", (Phase(1.0, "block"),), levels=levels)], by_phase=True)
     floor, patched = (
         lineup.variants[name].install(copy_structure(model.unet)) for name in (lineup.runs["x"].floor, "x/0")
     )
-    removed = {name for name, kind in processors(floor).items() if kind == "NoAttention"}
+    removed = {name for name, kind in processors(floor).items() if kind == "function"}
     assert removed == {name for name, kind in processors(patched).items() if kind == "ElfattProcessor"}
     assert len(removed) == layers
     x = torch.randn(2, 64, 16)
@@ -415,7 +384,7 @@ def test_tomesd_has_the_settings_of_the_method(model: Model) -> None:
         (varied("tomesd", ratio=0.7, stride=4, use_rand=False), {"ratio": 0.7, "sx": 4, "sy": 4, "use_rand": False}),
         (PatchConfig.preset("tome", ratio=0.3, max_downsample=2), {"ratio": 0.3, "max_downsample": 2}),
     ):
-        variants = by_phase([config]).variants.values()
+        variants = line_up([config], by_phase=True).variants.values()
         [peer] = [variant.install(copy_structure(model.unet)) for variant in variants if variant.kind == "tomesd"]
         assert expected.items() <= peer._tome_info["args"].items()
 
@@ -436,7 +405,7 @@ def test_calls_take_turns(cpu: torch.device) -> None:
     """One warm-up round, by other calls if need be, and rounds that count, of which whole ones are kept."""
     seen: list[str] = []
     told: list[Any] = []
-    made = Record(Session(progress=lambda *said: told.append(said)), "unet", cpu, {"model": "x"}, bases=["a"])
+    made = Session(progress=lambda *said: told.append(said)).begin("unet", cpu, {"model": "x"}, bases=["a"])
     calls = {name: functools.partial(seen.append, name) for name in "abc"}
     made.time(KEY, calls, 3)
     assert {row["method"]: row["rounds"] for row in made.results["rows"]} == {"a": 3, "b": 3, "c": 3}
@@ -458,24 +427,28 @@ def test_calls_take_turns(cpu: torch.device) -> None:
     assert sitting["rounds"] == 2 and sitting["started"]
 
 
-@pytest.mark.parametrize("ending", ["", ", compiled", ", autotuned"])
-def test_rows_are_told_apart_by_their_names(ending: str) -> None:
-    """Those to compare with; and of a run's parts that of its own phase."""
-    times = (("untouched", 30, 1.0), ("x/1", 15, 3.0), ("x/2", 5, 2.0))
-    parts = [{"variant": f"{name}{ending}", "steps": steps, "seconds": seconds} for name, steps, seconds in times]
-    assert own_part({"method": f"x{ending}", "parts": parts}) == parts[2]
-    assert own_part({"method": f"x{ending}", "parts": parts[2:]}) is own_part({"method": "floor"}) is None
-    assert is_reference(f"untouched{ending}") and is_reference(f"floor of 2 levels{ending}") and is_reference("tomesd")
-    assert not is_reference(f"tome{ending}") and not is_reference(f"elfatt-fast{ending}")
-
-
 def test_published_tables_are_those_of_their_rounds() -> None:
-    """Rows, what all of them share, parts, floors, and what names mean: as they stand in files that people read."""
+    """Rows, what all of them share, parts, floors, and what names mean: as they stand in files that people read.
+
+    Rows to compare with, and of a run's parts that of its own phase, are told by their names.
+    """
+    parts = [{"variant": name, "seconds": taken} for name, taken in (("untouched", 1.0), ("x/1", 3.0), ("x/2", 2.0))]
+    for ending in ("", COMPILED, AUTOTUNED):
+        own = [{**part, "variant": part["variant"] + ending} for part in parts]
+        assert own_part({"method": f"x{ending}", "parts": own}) == own[2]
+        assert own_part({"method": f"x{ending}", "parts": own[2:]}) is own_part({"method": "floor"}) is None
+        found = [is_reference(name + ending) for name in ("untouched", "floor of 2 levels", "tome", "elfatt-fast")]
+        assert found == [True, True, False, False]
     for table in sorted(PUBLISHED.glob("*.md")):
-        if (file := table.with_suffix(".json")).exists() and "groups" in (data := json.loads(file.read_text())):
-            assert markdown(data) == table.read_text(), table.name
-            if data["kind"] != "orders":  # whose rows are those of an earlier form
-                assert json.loads(json.dumps(make_rows(data))) == data["rows"], table.name
+        if not (file := table.with_suffix(".json")).exists():
+            continue
+        data = json.loads(file.read_text())
+        for part in data.get("parts", {"": data}).values():
+            assert markdown(part) in table.read_text(), table.name
+            if part["kind"] != "orders":  # whose rows are those of an earlier form
+                assert json.loads(json.dumps(make_rows(part))) == part["rows"], table.name
+        if "parts" in data:  # of the suite for GPUs, what follows from all of them
+            assert all_goals(data["parts"]) == data["goals"] and memory_slopes(data["parts"]) == data["memory_slope"]
 
 
 def test_a_table_fits_the_terminal() -> None:
@@ -496,18 +469,8 @@ def test_a_table_fits_the_terminal() -> None:
     for notes in (text, markdown(data).replace("`", "")):
         assert "Did not fit into memory (512 pixels, batch 2): elfatt/0." in notes
         assert "Faster than its floor, which is noise (repeat with more rounds): tome." in notes
-    assert conclude({**data, "rows": [rows["untouched"]]}) == conclude({**data, "bases": []}) == []
     plain = markdown({"kind": "another", "groups": [], "rows": [{"method": "x", "figure": 1.5}, {"method": "y"}]})
     assert plain.splitlines() == ["| method | figure |", "|---|---|", "| x | 1.5 |", "| y |  |"]
-
-
-def test_kernels_have_names_that_fit_a_table() -> None:
-    """Without namespaces and template arguments; variants of one kernel are one name."""
-    seen = [f"void cudnn::kernels::{'long_' * 12}name_{size}" for size in (64, 128)]
-    long = "void at::native::(anonymous namespace)::RowwiseMomentsCUDAKernel<c10::Half>(long, c10::Half)"
-    figures = {"host": 1.0, "device": 1.0, "wall": 1.0, "kernels": 3, "attention": seen, "longest": [[long, 0.5, 1]]}
-    attention, longest = profile_cells([{**KEY, "method": "untouched", **figures}])[1][-2:]
-    assert attention == f"`{'long_' * 12}`" and longest.startswith("`RowwiseMomentsCUDAKernel` ")
 
 
 @pytest.mark.parametrize(

@@ -41,16 +41,11 @@ def pipe(folder: Path) -> Any:
 
 
 @pytest.fixture
-def loaded(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The pipeline that `orders` loads."""
-    own = {"pipe": pipe}
+def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The pipeline that `orders` loads: a Flux unless another one is put there."""
+    own = {"pipe": tiny_transformers.flux(folder)}
     monkeypatch.setattr(module, "load_pipeline", lambda model, **_: own["pipe"])
     return own
-
-
-@pytest.fixture
-def flux(folder: Path, loaded: dict[str, Any]) -> None:
-    loaded["pipe"] = tiny_transformers.flux(folder)
 
 
 def draw(pipe: Any, steps: int = 4) -> Tensor:
@@ -64,19 +59,12 @@ def errors(
     pipe: Any, *configs: PatchConfig, at: tuple[int, ...] = (1, 3), run: Callable[[], Any] | None = None, draws: int = 4
 ) -> Rows:
     """The rows of all methods, whose steps are told in their order."""
-    steps: list[int] = []
-    rows: Rows = []
-
-    def keep(step: int, found: Rows) -> None:
-        assert {row["step"] for row in found} == {step}
-        steps.append(step)
-        rows.extend(found)
-
-    named = {config.method: config for config in configs}
+    found: dict[int, Rows] = {}
     wanted = lambda method, step: step in at  # noqa: E731
-    measure_errors(pipe, named, run or (lambda: draw(pipe)), keep, wanted=wanted, draws=draws)
-    assert steps == sorted(set(steps))
-    return rows
+    named = {config.method: config for config in configs}
+    measure_errors(pipe, named, run or (lambda: draw(pipe)), found.__setitem__, wanted=wanted, draws=draws)
+    assert [*found] == sorted(found) and all(row["step"] == step for step, rows in found.items() for row in rows)
+    return [row for rows in found.values() for row in rows]
 
 
 def dense(attention: Any, tokens: Tensor, block: int) -> Tensor:
@@ -159,8 +147,7 @@ def test_each_method_is_compared_where_it_approximates(pipe: Any) -> None:
     deeper = PatchConfig("deeper", BLOCKS.phases, levels=2)
     rows = errors(pipe, late, whole, deeper)
     own = [row for row in rows if row["method"] == "late"]
-    assert [row["error"] for row in own if row["step"] == 1] == [0.0] * 3
-    assert all(row["error"] > 0 for row in own if row["step"] == 3)
+    assert all((row["error"] == 0.0) is (row["step"] == 1) for row in own) and len(own) == 2 * 3
     assert all(row["error"] < 1e-5 for row in rows if row["method"] == "whole"), "one block, in any order"
     one, two = ({row["layer"] for row in rows if row["method"] == name} for name in ("late", "deeper"))
     assert len(one) == 3 and one < two
@@ -171,17 +158,15 @@ def test_each_method_is_compared_where_it_approximates(pipe: Any) -> None:
 
 def test_random_orders_are_drawn_several_times(pipe: Any) -> None:
     """The mean over four draws is that of four seeds."""
-    four = errors(pipe, SPREAD, at=(1,))
-    single = [errors(pipe, SPREAD.with_settings(seed=seed), at=(1,), draws=1) for seed in range(4)]
-    for index, row in enumerate(four):
-        each = [rows[index]["error"] for rows in single]
-        assert len({*each}) == 4
-        assert row["error"] == pytest.approx(sum(each) / 4)
+    seeds = [errors(pipe, SPREAD.with_settings(seed=seed), at=(1,), draws=1) for seed in range(4)]
+    for row, *each in zip(errors(pipe, SPREAD, at=(1,)), *seeds, strict=True):
+        own = [single["error"] for single in each]
+        assert len({*own}) == 4 and row["error"] == pytest.approx(sum(own) / 4)
 
 
-@pytest.mark.usefixtures("loaded")
-def test_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders(pipe: Any, loaded: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How tables look is tried with those that are published; a run that is stopped has the steps before."""
+    loaded["pipe"] = pipe
     results = orders("x", methods=[BLOCKS, SPREAD], **SOME)
     assert len(results["rows"]) == 2 * 2 * 3  # methods, steps, layers
     assert results["settings"]["guidance"] == 7.5
@@ -199,22 +184,19 @@ def test_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExactRun, "approximate", approximate)
     with pytest.raises(KeyboardInterrupt):
         orders("x", methods=[BLOCKS, SPREAD], session=session, **SOME)
-    assert session.results is not None
     assert {row["step"] for row in session.results["rows"]} == {0}
 
 
-@pytest.mark.usefixtures("flux")
+@pytest.mark.usefixtures("loaded")
 def test_every_step_of_a_transformer(tmp_path: Path) -> None:
     """Each approximation has a map; with many layers and steps, these are the lines of the tables."""
     results = orders("x", every_step=True, size=64, **{**RUN, "steps": 9})
     methods = list(dict.fromkeys(row["method"] for row in results["rows"]))
-    assert methods == list(joint_configs())
-    assert len(results["rows"]) == len(methods) * 9 * 2
+    assert methods == list(joint_configs()) and len(results["rows"]) == len(methods) * 9 * 2
     table, plot = save(results, tmp_path / "orders.json")
     by_step = [line.split(" | ") for line in table.read_text().split("\n\n")[1].splitlines()]
     own = [row["error"] for row in results["rows"] if (row["method"], row["step"]) == (methods[0], 4)]
-    assert by_step[2 + 4][:2] == ["| 4", f"{sum(own) / 2:.3f}"]
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert by_step[2 + 4][:2] == ["| 4", f"{sum(own) / 2:.3f}"] and plot.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.skipif(not hasattr(diffusers, "AutoencoderKLWan"), reason="this version of diffusers has no Wan 2.2")
@@ -233,7 +215,7 @@ def test_a_video_model_has_frames(folder: Path, loaded: dict[str, Any]) -> None:
         orders("x", methods=[sampled], **{**RUN, **clip, "size": "64x100"})
 
 
-@pytest.mark.usefixtures("flux")
+@pytest.mark.usefixtures("loaded")
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -20,11 +20,9 @@ from support.checks import QUICK, check_saved, load_script
 from support.commands import ROOT
 
 from benchmarks import correctness
-from benchmarks.goals import all_goals
 from benchmarks.graphs import graphed_call
 from benchmarks.growth import growth, make_exponents
 from benchmarks.host import host
-from benchmarks.merging import merging
 from benchmarks.shown import write_suite
 from elfatt_sd import benchmarking
 from elfatt_sd.benchmarking import Model, layer_phases
@@ -35,15 +33,20 @@ from elfatt_sd.runtime import call as state_module
 
 
 def test_a_script_prints_its_table_and_writes_its_files(tmp_path: Path) -> None:
-    options = ["--tokens", "64", "--repeats", "1", "--dtype", "float32", "--out", str(tmp_path)]
+    """Merging against that of tomesd, in both dtypes that a CPU has."""
+    options = ["--tokens", "64", "--repeats", "1", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.merging", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr
-    assert "64 tokens, batch 2, float32:\n\n| method |" in done.stdout
+    assert "64 tokens, batch 2:\n\n| dtype | method |" in done.stdout
     assert {path.suffix for path in tmp_path.glob("merging.*")} == {".json", ".md", ".png"}
-    said = json.loads((tmp_path / "merging.json").read_text())["command"]
-    assert said.startswith("python -m benchmarks.merging --to")
+    results = json.loads((tmp_path / "merging.json").read_text())
+    assert results["command"].startswith("python -m benchmarks.merging --to")
+    found = [(row["dtype"], row["method"]) for row in results["rows"]]
+    names = ("tomesd", "ours", "floor: similarities")
+    assert found == [(dtype, name) for dtype in ("float32", "bfloat16") for name in names]
+    assert results["rows"][0]["speed"] == {"tomesd": {"median": 1.0, "min": 1.0, "max": 1.0}}
 
 
 def test_goals_of_the_host(tmp_path: Path) -> None:
@@ -60,24 +63,14 @@ def test_goals_of_the_host(tmp_path: Path) -> None:
     assert len(lines) == 2 + len(rows) and plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_merging(tmp_path: Path) -> None:
-    results = merging(tokens=[256], channels=32, repeats=2, device="cpu")
-    names = ("tomesd", "ours", "floor: similarities")
-    found = [(row["dtype"], row["method"]) for row in results["rows"]]
-    assert found == [(dtype, name) for dtype in ("float32", "bfloat16") for name in names]
-    assert results["rows"][0]["speed"] == {"tomesd": {"median": 1.0, "min": 1.0, "max": 1.0}}
-    check_saved(results, tmp_path)
-
-
-def test_growth_and_its_exponents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("narrow")
+def test_growth_and_its_exponents(tmp_path: Path) -> None:
     """Of each round that all sizes have; what was timed at one size has none."""
     times = {4096: [4096**2, 4096, 4096], 65536: [65536**2, 65536], 16384: [16384**2, 16384, 1.0]}
     groups = [{"key": {"part": "layer", "tokens": size}, "times": {"a": taken}} for size, taken in times.items()]
     groups[0]["times"] |= {"b": [1.0], "c": []}
     expected = {"layer": {"a": pytest.approx({"median": 1.5, "min": 1, "max": 2}), "b": None}}
     assert make_exponents(groups) == expected
-    monkeypatch.setattr(benchmarking, "CHANNELS", 32)
-    monkeypatch.setattr(benchmarking, "HEADS", 4)
     results = growth([256, 64], block_size=16, **QUICK)
     sizes = [row["tokens"] for row in results["rows"]]
     assert sizes == sorted(sizes) and set(results["exponents"]) == {"attention", "layer"}
@@ -199,23 +192,33 @@ def test_it_writes_after_every_part(suite: Any, run: Any, tmp_path: Path, monkey
     assert read(tmp_path) == results
 
 
-def test_every_kind_of_part_runs(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Growth, a transformer, another layout, a large batch, compiled; a size that one part alone has gets its slope."""
-    monkeypatch.setattr(benchmarking, "CHANNELS", 32)
-    monkeypatch.setattr(benchmarking, "HEADS", 4)
+@pytest.mark.usefixtures("narrow")
+def test_every_kind_of_part_runs(suite: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods are right on this CPU; growth, a transformer, another layout, compiled, a profile; one report of all."""
     monkeypatch.setattr(torch, "compile", lambda unet, dynamic: unet)
-    parts = ["growth", "flux 1024 batch 1", "sd15 1024 batch 1 graph channels_last", "sdxl 512 batch 48"]
-    results = run(*parts, "sd15 512 batch 1 compiled")
-    methods = {name: [row["method"] for row in part["rows"]] for name, part in results["parts"].items()}
-    assert list(methods) == [*parts, "sd15 512 batch 1 compiled"] and results["errors"] == {}
-    assert {*methods["flux 1024 batch 1"]} >= {"untouched", "elfatt-fast"}
-    assert set(results["parts"]["growth"]["exponents"]) == {"attention", "layer"}
-    own = ["untouched", "tomesd", "tome", "elfatt-fast"]
-    assert methods["sdxl 512 batch 48"] == [*own, "floor", "floor of 2 levels"]
+    monkeypatch.setattr(correctness, "resolve_methods", lambda _: resolve_methods(["elfatt-fast"]))
+    monkeypatch.setattr(suite, "FEW", ("elfatt-fast",))
+    names = ["correctness", "sd15 512 batch 1 host", "growth", "flux 1024 batch 1"]
+    names += ["sd15 1024 batch 1 graph channels_last", "sd15 512 batch 1 compiled"]
+    results = run(*names)
+    parts = results["parts"]
+    assert sorted(parts) == sorted(names) and results["errors"] == {}
+    kinds = {(row["model"], row["dtype"], row["right"]) for row in parts["correctness"]["rows"]}
+    assert kinds == {(model, dtype, True) for model in ("UNet", "Flux") for dtype in ("float32", "bfloat16")}
+    for row in parts["sd15 512 batch 1 host"]["rows"]:
+        assert 0 < row["host"] <= row["wall"]
+        assert row["device"] > 0 and row["kernels"] >= len(row["longest"]) > 0
+        assert any("scaled_dot_product" in name for name in row["attention"])
+    methods = {name: {row["method"] for row in part["rows"]} for name, part in parts.items()}
+    assert methods["flux 1024 batch 1"] >= {"untouched", "elfatt-fast"}
     assert "elfatt-fast, compiled" in methods["sd15 512 batch 1 compiled"]
-    slopes = results["memory_slope"]["sdxl 512"]
-    assert {*own} <= set(slopes) and all(slope > 0 for slope in slopes.values())
-    assert results["peaks"]["sdxl 512 batch 48"]["share"] > 0.5
+    assert set(parts["growth"]["exponents"]) == {"attention", "layer"}
+    file, table, *plots = write_suite(tmp_path / "gpu_suite.json")
+    assert [file, table] == [tmp_path / "gpu_suite.json", tmp_path / "gpu_suite.md"]
+    assert sorted(plots) == sorted(tmp_path / f"gpu_suite/{name.replace(' ', '-')}.png" for name in names)
+    assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in plots)
+    assert "| UNet | elfatt-fast/1 | bfloat16 | auto |" in table.read_text()
+    assert "![profile](gpu_suite/sd15-512-batch-1-host.png)" in table.read_text()
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows")
@@ -225,7 +228,7 @@ def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
 ) -> None:
     """Stopped by the system, or by its own clock, it concludes; after a failure it goes on."""
     before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGTERM", "SIGALRM")}
-    original, timed, went_on = suite.Record.time, [], []
+    original, timed, went_on = suite.Session.time, [], []
 
     def time(self: Any, key: Any, *args: Any) -> None:
         if timed and number is None:
@@ -235,7 +238,7 @@ def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
         if number is not None:
             signal.raise_signal(getattr(signal, number))
 
-    monkeypatch.setattr(suite.Record, "time", time)
+    monkeypatch.setattr(suite.Session, "time", time)
     monkeypatch.setattr(suite.Suite, "merging", lambda self: went_on.append(1))
     if number is None:
         run("kernels", "merging")
@@ -252,56 +255,9 @@ def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def row(method: str, times: float, floor: str | None = None, own: float | None = None) -> dict[str, Any]:
-    speed = {"untouched": {"median": times}}
-    made = {"method": method, "rounds": 7, "speed": speed, "floor": floor and {"name": floor}}
-    parts = [("untouched", 1.0), (f"{method}/1", own or 1.0)]
-    measured = [
-        {"variant": name, "seconds": 1 / each, "speed": {"untouched": {"median": each}}} for name, each in parts
-    ]
-    return made | {"parts": measured} if own else made
-
-
-@pytest.mark.parametrize(
-    ("part", "rows", "goals"),
-    [
-        # Of the floor's gain at 768 pixels and above, in the method's own phase; here the floor is twice as fast.
-        ("sd15 1024 batch 1", [row("floor", 2.0), row("elfatt-fast", 1.5, "floor", 2.0)], {"elfatt-fast": (1.0, True)}),
-        ("sd15 1024 batch 1", [row("floor", 2.0), row("elfatt-fast", 1.5, "floor", 1.7)],
-         {"elfatt-fast": (0.7, False)}),
-        # With graphs at 512 pixels none may be slower than untouched.
-        ("sd15 512 batch 1 graph", [row("tome", 0.8), row("elfatt-fast", 1.6)],
-         {"tome": (0.8, False), "elfatt-fast": (1.6, True)}),
-        ("sd15 512 batch 1", [row("tome", 0.8)], {}),
-    ],
-)  # fmt: skip
-def test_goals(part: str, rows: list[dict[str, Any]], goals: dict[str, tuple[float, bool]]) -> None:
-    found = all_goals({part: {"rows": [row("untouched", 1.0), *rows]}})
-    assert {goal["method"]: (pytest.approx(goal["gain"]), goal["gain"] >= goal["goal"]) for goal in found} == goals
-
-
-def test_correctness_host_and_report(suite: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Methods are right on this CPU; tables and plots are drawn by one command."""
-    monkeypatch.setattr(correctness, "resolve_methods", lambda _: resolve_methods(["elfatt-fast"]))
-    monkeypatch.setattr(suite, "FEW", ("elfatt-fast",))
-    parts = run("correctness", "sd15 512 batch 1 host")["parts"]
-    kinds = {(row["model"], row["dtype"], row["right"]) for row in parts["correctness"]["rows"]}
-    assert kinds == {(model, dtype, True) for model in ("UNet", "Flux") for dtype in ("float32", "bfloat16")}
-    for row in parts["sd15 512 batch 1 host"]["rows"]:
-        assert 0 < row["host"] <= row["wall"]
-        assert row["device"] > 0 and row["kernels"] >= len(row["longest"]) > 0
-        assert any("scaled_dot_product" in name for name in row["attention"])
-    files = [tmp_path / f"gpu_suite/{name}.png" for name in ("correctness", "sd15-512-batch-1-host")]
-    assert write_suite(tmp_path / "gpu_suite.json") == [tmp_path / "gpu_suite.json", tmp_path / "gpu_suite.md", *files]
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
-    text = (tmp_path / "gpu_suite.md").read_text()
-    assert "| UNet | elfatt-fast/1 | bfloat16 | auto |" in text
-    assert "![profile](gpu_suite/sd15-512-batch-1-host.png)" in text
-
-
 def test_what_is_wrong_on_a_device_is_found(suite: Any, monkeypatch: pytest.MonkeyPatch, cpu: Any) -> None:
     """A patched layer that is a little off, one that raises, and one that gives NaN."""
-    model = suite.Model(suite.random_unet(suite.TINY, cpu, torch.float32), 8)
+    model = suite.Model(suite.fill(suite.empty_unet(suite.TINY), cpu, torch.float32), 8)
     found = correctness._output
 
     def output(own: Any, variant: Any, size: int) -> torch.Tensor:
@@ -324,7 +280,10 @@ def test_what_is_wrong_on_a_device_is_found(suite: Any, monkeypatch: pytest.Monk
 
 
 def test_it_needs_torch_diffusers_and_tomesd_only(tmp_path: Path) -> None:
-    """In a process that cannot import what only our other commands need, two parts run."""
+    """In a process that cannot import what only our other commands need, two parts run.
+
+    A size that one part alone has gets its slope.
+    """
     parts = ["merging", "sdxl 512 batch 48"]
     code = (
         "import runpy, sys\n"
@@ -334,4 +293,8 @@ def test_it_needs_torch_diffusers_and_tomesd_only(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert read(tmp_path)["errors"] == {} and list(read(tmp_path)["parts"]) == parts
+    results = read(tmp_path)
+    assert results["errors"] == {} and list(results["parts"]) == parts
+    slopes = results["memory_slope"]["sdxl 512"]
+    assert {"untouched", "tomesd", "tome", "elfatt-fast"} <= set(slopes) and all(each > 0 for each in slopes.values())
+    assert results["peaks"]["sdxl 512 batch 48"]["share"] > 0.5

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from support.commands import PROMPT, ROOT, call, draw, files, pixels
 
-import elfatt_sd
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.drawing.studio import Studio
 
@@ -27,8 +26,8 @@ def plain(text: str) -> list[str]:
     return [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in text.splitlines()]
 
 
-def test_bench_prints_and_saves(tmp_path: Path) -> None:
-    """A second time, too: a benchmark begins again."""
+def test_bench_prints_and_saves_and_counts_its_calls(tmp_path: Path, monkeypatch: Any) -> None:
+    """A second time, too: a benchmark begins again. A bar counts rounds times variants, and the warm-up of each."""
     for words, table in (([], "64 tokens, batch 2, layer"), (["--markdown"], "\n| layer | tomesd 0.5 | ")):
         result = call(*LAYER, *words, "--out", tmp_path / "out")
         assert result.exit_code == 0, result.output
@@ -36,13 +35,9 @@ def test_bench_prints_and_saves(tmp_path: Path) -> None:
         assert ("|" in result.stdout) == bool(words) and "nbsp" not in result.stdout
         assert re.match(r"64 tokens, batch 2, attention: 0 of \d+ calls done\n", result.stderr)
         assert files(tmp_path / "out") == ["layer.json", "layer.md", "layer.png"]
-
-
-def test_bench_shows_a_bar_that_counts_calls(monkeypatch: Any) -> None:
-    """Rounds times variants, and the warm-up of each."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    shown = call(*LAYER, "--tokens", 256, "--repeats", 2)
+    shown = call(*LAYER, "--repeats", 2)
     counts = [(int(done), int(total)) for done, total in re.findall(r"(\d+)/(\d+) calls", shown.stderr)]
     assert counts[-1][0] == counts[-1][1] and counts[-1][1] % 3 == 0, "a warm-up and two rounds"
     assert max(map(len, plain(shown.stdout))) <= 80
@@ -79,18 +74,20 @@ def test_several_prompts_or_models_are_a_sheet(model: Path, tmp_path: Path) -> N
     assert [trial["model"] for trial in trials] == [str(model)] * 2 + [str(other)] * 2
 
 
-def test_a_saved_configuration_can_be_used(model: Path, tmp_path: Path) -> None:
+def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     saved = tmp_path / "my.json"
-    result = call("patch", model, "--method", "agent", "--ratio", 0.2, "--save", saved)
-    assert result.exit_code == 0, result.output
-    config = elfatt_sd.PatchConfig.load(saved)
-    assert config == elfatt_sd.PatchConfig.preset("agent", ratio=0.2)
+    words = ["--method", "tome", "--height", 64, "--width", 48, "--allow-pickle", "--ratio", 0.2]
+    data = json.loads(call("patch", model, *words, "--save", saved, "--json").stdout)
+    assert (data["height"], data["width"], sum(layer["patched"] for layer in data["layers"])) == (32, 24, 3)
+    assert data["python"][2:] == [
+        f'pipe = elfatt_sd.load_pipeline("{model}", allow_pickle=True)',
+        f"elfatt_sd.apply_patch(pipe, elfatt_sd.PatchConfig.load({str(saved)!r}))",
+    ]
+    config = PatchConfig.load(saved)
+    assert config == PatchConfig.preset("tome", ratio=0.2)
     draw(model, tmp_path / "out", "--config", saved, "--set", "fp32_logits=true")
     record = json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())
-    assert elfatt_sd.PatchConfig.from_dict(record["config"]) == config.with_settings(fp32_logits=True)
-
-
-def test_patch_prints_the_plan_and_lines_that_run(model: Path) -> None:
+    assert PatchConfig.from_dict(record["config"]) == config.with_settings(fp32_logits=True)
     result = call("patch", model, "--ratio", 0.25, "--block-order", "curve")
     assert result.exit_code == 0, result.output
     assert "elfatt: patches 3 of 7 self-attention layers" in result.stdout
@@ -98,26 +95,11 @@ def test_patch_prints_the_plan_and_lines_that_run(model: Path) -> None:
     names: dict[str, Any] = {}
     exec("\n".join(line.strip() for line in lines.splitlines()), names)
     assert names["pipe"].unet.elfatt_patch.config == PatchConfig.preset("elfatt", ratio=0.25, block_order="curve")
-
-
-def test_patch_as_json(model: Path) -> None:
-    words = ["--method", "tome", "--height", 64, "--width", 48, "--allow-pickle", "--json"]
-    data = json.loads(call("patch", model, *words).stdout)
-    assert (data["height"], data["width"], sum(layer["patched"] for layer in data["layers"])) == (32, 24, 3)
-    assert data["python"][2:] == [
-        f'pipe = elfatt_sd.load_pipeline("{model}", allow_pickle=True)',
-        'elfatt_sd.apply_patch(pipe, "tome")',
-    ]
-
-
-def test_patch_of_a_shape_fits_a_terminal(monkeypatch: Any) -> None:
-    """Equal layers are one row, and nothing is loaded."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    result = call("patch", "sd15")
-    lines = plain(result.stdout)
-    assert max(map(len, lines)) <= 80 and len(lines) < 45 and "…" not in result.stdout
-    assert '    pipe = elfatt_sd.load_pipeline("path/or/hub-id")' in lines
+    shape = call("patch", "sd15").stdout  # equal layers are one row, and nothing is loaded
+    assert max(map(len, plain(shape))) <= 80 and len(plain(shape)) < 45 and "…" not in shape
+    assert '    pipe = elfatt_sd.load_pipeline("path/or/hub-id")' in plain(shape)
 
 
 SMALL = ("--closeness", 20, "--steps", 2, "--images", 2, "--no-presets")

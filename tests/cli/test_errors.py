@@ -31,145 +31,7 @@ from elfatt_sd.tuning import proof
 pytestmark = pytest.mark.usefixtures("library_chatter")
 
 
-# A command a line, which runs in a folder with one file.
-EARLY = """
-paint
-generate
-generate --fast
-generate "a red star" --ratio 1.2
-generate "a red star" --ratio much
-generate "a red star" --stride 1
-generate "a red star" --block-size 0
-generate "a red star" --block-order zigzag
-generate "a red star" --agents -3
-generate "a red star" --active-fraction 1.5
-generate "a red star" --max-downsample 3
-generate "a red star" --attention-backend magic
-generate "a red star" --method faster
-generate "a red star" --set speed=9
-generate "a red star" --set method=agent
-generate "a red star" --set self=1
-generate "a red star" --set speed
-generate "a red star" --config x.json --method sd
-generate "a red star" --config nowhere.json
-generate "a red star" --config file
-generate "a red star" --height 60
-generate "a red star" --width -8
-generate "a red star" --steps 0
-generate "a red star" --num-images 0
-generate "a red star" --seed -1
-generate "a red star" --guidance nan
-generate "a red star" --model toy --height 8
-generate "a red star" --model sdxl
-generate "a red star" --device abacus
-generate "a red star" --dtype int8
-generate "a red star" --model nowhere/to/be/found
-generate "a red star" --compare --method sd
-generate "a red star" --prompt-file nowhere.txt
-generate "a red star" " "
-generate "a red star" --scheduler fast
-generate "a red star" --method elfatt-fast --ratio .5
-generate "a red star" --out file
-generate "a red star" --model file
-generate "a red star" --negative-prompt
-generate "a red star" --explain --method sd
-generate "a red star" --explain --at 1,2
-generate "a red star" --explain --at middle
-generate "a red star" --explain --at 0.5,0.5,abc
-generate "a red star" --explain --step 0
-try toy "a red star" --rounds 0
-try toy "a red star" --seed -1
-try toy "a red star" --method elfat
-try toy --model nowhere/to/be/found
-try nowhere/to/be/found
-patch toy --height 12
-patch nowhere/to/be/found
-patch sd15 --autotune
-generate a red star
-generate "a red star" --height 8
-try sdxl
-tune toy
-tune toy --speed 0.9
-tune toy --closeness 30 --height 30
-tune toy --closeness 30 --prompts nowhere.txt
-tune toy --closeness 30 --save file/x.json
-tune toy --closeness 30 --save .
-tune toy --closeness 30 --steps 5000
-tune toy --closeness 30 --steps 0
-tune toy --closeness 30 --guidance nan
-tune toy --closeness 30 --seed -1
-tune toy --closeness 30 --images 7
-tune toy --closeness 30 --images 24.5
-tune toy --closeness 30 --lowest 31
-tune toy --closeness 30 --confidence 1
-tune toy --closeness 30 --frames 0
-tune toy --closeness 30 --metric fid
-tune toy --closeness -5
-tune toy --closeness 500
-tune toy --closeness 30 --metric ssim
-bench unet --model toyy
-bench unet --model toy --variant fp16
-bench unet --variant fp16
-bench unet --method faster
-bench unet --size -8
-bench unet --size 0
-bench unet --size 8
-bench unet --model toy --size 8
-bench pipeline --size 8
-bench unet --repeats 0
-bench unet --dtype int8
-bench pipeline --device abacus
-bench pipeline --out file
-bench pipeline --ratio -1
-bench pipeline --steps 5000
-bench pipeline --steps 0
-eval run toy --out runs/none --model nowhere/to/be/found
-eval run toy --out runs/none --device abacus
-eval generate toy --out file
-eval run toy --out runs/none --reference nowhere/to/be/found
-eval run toy --out runs/none --reuse nowhere/to/be/found
-eval run toy --out runs/none --variant fp16
-eval run toy --out runs/none --inception-weights nowhere/to/be/found
-bench unet --seconds -3
-eval reference toy --reference nowhere/to/be/found
-eval score nowhere/to/be/found
-eval report nowhere/to/be/found
-eval verify nowhere/to/be/found
-bench host
-bench unet --nope
-bench unet --batch 0
-bench unet --method tome:ratio=7
-bench unet --method tomesd:agents=8
-bench unet --ratio 7
-bench unet --compile --autotune
-bench unet --memory-batch 0
-bench unet --no-memory --memory-batch 2
-bench layer --tokens 5
-bench layer --tokens -4
-bench layer --block-size 0
-"""
-# What only PyTorch, a file, or the loaded model can tell.
-LATE = """
-generate "a red star" --model tiny --steps 1001
-generate "a red star" --model tiny --device cuda:77
-generate --model tiny
-generate --model tiny --prompt-file empty.txt
-generate --model tiny --prompt-file latin.txt
-generate "a red star" --model nowhere --out file/out
-generate "a red star" --model nowhere --out file
-generate "a red star" --model nowhere --out /proc/out
-generate a red star --model tiny --steps 1
-generate "a red star" --model dit
-patch dit
-patch weights.ckpt
-patch damaged
-patch bad.safetensors
-patch tiny --height 12
-patch tiny --save damaged
-patch tiny --save weights.ckpt/my.json
-patch tiny --config list.json
-patch tiny --config colour.json
-"""
+SAID = Path(__file__).with_name("__snapshots__") / "test_errors.ambr"
 RUN = """
 import json, shlex, sys
 from support.commands import call
@@ -178,6 +40,12 @@ for line in sys.stdin.read().splitlines():
     heavy = sorted({'torch', 'diffusers', 'transformers', 'matplotlib'} & set(sys.modules))
     print(json.dumps([result.exit_code, result.stdout, result.stderr, heavy]))
 """
+
+
+def commands(test: str) -> list[str]:
+    """The commands of a snapshot, whose lines say what each is told; a new one is a line `COMMAND -> ` there."""
+    told = SAID.read_text(encoding="utf-8").split(f"# name: {test}\n  '''\n")[1].split("\n  '''\n")[0]
+    return [line.strip().partition(" -> ")[0] for line in told.splitlines()]
 
 
 def early(lines: Sequence[str], cwd: Path) -> list[list[Any]]:
@@ -197,7 +65,7 @@ def told(line: str, said: str) -> str:
 
 def test_wrong_use_is_one_line(tmp_path: Path, snapshot: SnapshotAssertion) -> None:
     (tmp_path / "file").write_text("in the way")
-    lines = EARLY.strip().splitlines()
+    lines = commands("test_wrong_use_is_one_line")
     found = early(lines, tmp_path)
     assert {(code, out) for code, out, *_ in found} == {(2, "")}
     assert files(tmp_path) == ["file"]
@@ -237,7 +105,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
     (tmp_path / "colour.json").write_text('{"colour": 1}')
     monkeypatch.chdir(tmp_path)
     before, said = files(tmp_path), []
-    for line in LATE.strip().splitlines():
+    for line in commands("test_wrong_input_is_one_line_and_leaves_nothing"):
         result = call(*shlex.split(line))
         assert (result.exit_code, result.stdout) == (2, ""), (line, result.output)
         said.append(told(line, result.stderr))

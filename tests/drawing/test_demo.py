@@ -15,55 +15,47 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support.checks import set_clock
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.drawing.demo import Demo
+from elfatt_sd.drawing.demo import draw_for_page
 from elfatt_sd.errors import ElfattError
 
 
 def test_both_images_and_their_figures(pipe: Any, tmp_path: Path) -> None:
     steps, saved = [], tmp_path / "saved.json"
     PatchConfig.preset("tome", ratio=0.3).save(saved)
-    demo, given = Demo({"small": pipe}.__getitem__), {"steps": 4, "seed": 3}
-    images, figures, plan = demo.draw("small", "a cat", "elfatt", **given, on_step=lambda *done: steps.append(done))
+    given: Any = (lambda name: {"small": pipe}[name], "small", "a cat", "elfatt")
+    images, figures, plan = draw_for_page(*given, None, 4, 3, lambda *done: steps.append(done))
     assert images[0].size == images[1].size and not np.array_equal(*images)
     assert "times as fast (between two untouched runs" in figures and "PSNR" in figures and "down_blocks" in plan
     assert steps == sorted(steps) and steps[-1] == (12, 12), "three images of four steps"
     assert not elfatt_sd.is_patched(pipe)
-    tuned, *_ = demo.draw("small", "a cat", "elfatt", file=saved, **given)
+    tuned, *_ = draw_for_page(*given, saved, 4, 3)
     assert np.array_equal(tuned[0], images[0])
     assert not np.array_equal(tuned[1], images[1]), "the file takes the method's place"
 
 
-def test_what_is_to_be_known_of_the_figures_is_said(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, figures, _ = Demo(lambda _: pipe).draw("small", "a cat", "elfatt-fast", steps=1)
+def test_what_is_wrong_with_a_field_is_one_line(pipe: Any) -> None:
+    """What is to be known of the figures stands among them."""
+    _, figures, _ = draw_for_page(lambda _: pipe, "small", "a cat", "elfatt-fast", steps=1)
     assert "PSNR" not in figures and "approximate" in figures
-    set_clock(monkeypatch, [9, 9, 2, 1, 6])  # two warm-ups, then the patched image between untouched ones
-    _, figures, _ = Demo(lambda _: pipe).draw("small", "a cat", "tome", steps=1)
-    assert "4.00 (2.00 to 6.00) times as fast" in figures
-    assert "the machine was busy: equal runs took 2.00 to 6.00 s" in figures
 
+    def load(model: str) -> Any:
+        raise OSError("no such weights\nand more")
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"prompt": " "}, "empty prompt"),
         ({"method": "elfat"}, "elfat"),
         ({"steps": 0}, "steps=0"),
         ({"seed": -1}, "seed"),
         ({"seed": None}, "no seed"),
         ({"model": "large"}, "OSError: no such weights"),
-    ],
-)
-def test_what_is_wrong_with_a_field_is_one_line(given: dict[str, Any], says: str) -> None:
-    def load(model: str) -> Any:
-        raise OSError("no such weights\nand more")
-
-    with pytest.raises(ElfattError, match=says) as caught:
-        Demo(load).draw(**{"model": "small", "prompt": "a cat", "method": "tome", **given})
-    assert "\n" not in str(caught.value)
+    )
+    for given, says in wrong:
+        with pytest.raises(ElfattError, match=says) as caught:
+            draw_for_page(load, **{"model": "small", "prompt": "a cat", "method": "tome", **given})
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="gradio is not installed")

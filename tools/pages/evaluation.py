@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from elfatt_sd.devices import short_commit
+from benchmarks.shown import short_commit
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.report.tables import plural, to_markdown
