@@ -20,7 +20,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {  # that go on as they are
     **{name: DRAWING_OPTIONS[name] for name in ("steps", "guidance", "height", "width", "negative_prompt")},
     "frames": optional(int, help="Of a clip; the model's own if not given."),
     "seed": (Annotated[int, typer.Option(help="Of the first image; the next ones count up.")], 0),
-    "images": (Annotated[int, typer.Option(help="Drawn for the search and the proof together.")], 8),
+    "images": (Annotated[int, typer.Option(help="Drawn for the proof at most; they end when it is decided.")], 24),
     "presets": (Annotated[bool, typer.Option("--presets/--no-presets", help="Run the presets, too.")], True),
 }
 
@@ -32,10 +32,12 @@ def tune(
     asked: dict[str, Any],
     model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
     closeness: Annotated[
-        float | None, typer.Option(help="Closeness to the untouched images, at least: PSNR in dB, or --metric.")
+        float | None, typer.Option(help="Mean closeness to the untouched images, at least: PSNR in dB, or --metric.")
     ] = None,
+    lowest: Annotated[float | None, typer.Option(help="Closeness of the worst of --images images, at least.")] = None,
     speed: Annotated[float | None, typer.Option(help="Speed, at least: times as fast as untouched.")] = None,
     memory: Annotated[float | None, typer.Option(help="Peak memory in GiB, at most.")] = None,
+    confidence: Annotated[float, typer.Option(help="With which closeness and speed are promised.")] = 0.9,
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prompts such as yours, one a line, two at least.")
     ] = None,
@@ -43,13 +45,16 @@ def tune(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a page with the curve and images.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the settings that a model can take on this machine, by closeness or by speed, and prove them."""
+    """Find the settings that a model can take on this machine, by closeness or by speed, and what can be promised."""
     from elfatt_sd.drawing.running import warn_if_too_large
     from elfatt_sd.drawing.studio import check_run, read_prompts
     from elfatt_sd.tuning import tune as tune_pipeline
     from elfatt_sd.tuning.proof import Budget, check_wanted
 
-    budget = Budget(closeness, speed, memory)
+    wanted = {
+        "closeness": closeness, "speed": speed, "memory": memory, "lowest": lowest, "confidence": confidence
+    }  # fmt: skip
+    budget = Budget(**wanted)
     size, steps, guidance = (asked["height"], asked["width"]), asked["steps"], asked["guidance"]
     check_run(steps, guidance, asked["seed"], *size)
     lines = None if prompts is None else read_prompts(prompts)
@@ -67,9 +72,7 @@ def tune(
     rows = 1 if guidance is not None and guidance <= 1 else 2
     warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
     with progress_of("steps") as tell:
-        found = tune_pipeline(
-            pipe, closeness=closeness, speed=speed, memory=memory, prompts=lines, progress=tell, **asked
-        )
+        found = tune_pipeline(pipe, **wanted, prompts=lines, progress=tell, **asked)
     print(json.dumps(found.to_dict(), indent=2) if as_json else found)  # first: a disk may be full
     if save is not None:
         try:

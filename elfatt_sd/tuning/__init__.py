@@ -35,20 +35,21 @@ from elfatt_sd.toy.renderer import caption, sample_scenes
 from elfatt_sd.tuning.model import Choice, Model
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
 from elfatt_sd.tuning.proof import (
+    SHARES,
     Budget,
     Compare,
     Measure,
     Metric,
     Point,
+    Promise,
     Proof,
     check_wanted,
     measure_named,
-    peak_of,
 )  # fmt: skip
 from elfatt_sd.tuning.runs import Deviation, Drawn, Runs, Sample, Settings, Store, fingerprint, short_hash
 from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
-SEARCHED, HELD_OUT = 3, 5  # images of the search, and of the proof
+SEARCHED, IMAGES = 3, 24  # images of the search, and of the proof at most
 PRESETS = ("elfatt", "elfatt-fast", "elfatt-quality")
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
 CALIBRATED = 2  # images in which the stretches of a choice are approximated alone
@@ -56,12 +57,15 @@ EXPECTED = 3  # images that say as much of how far predictions are off as is exp
 TRIES = 2  # choices that are run with the prompts of the search
 ALIKE = 0.5  # dB between two predictions that are not worth a run each
 WORTH = 1.03  # times as fast as something else, below which nothing is worth its while
-AIMED = 1.02  # times the speed that was asked for, as times differ by some percent
+AIMED = 1.03  # times the speed that was asked for, as times differ by some percent
 STARTS = 35.0  # dB predicted, where closeness is measured by something else
-PROOFS = 3  # choices that are run with the held-out prompts
 RETIMED = 2  # held-out images of which the untouched one is drawn again to time a further configuration
+SURE = 3.3  # standard errors of the mean of all held-out images, by which more than was asked for is aimed at
+SURE_OF_EACH = 2.0  # standard deviations of images, likewise where every image is to be as close
+SPREAD, SPREAD_KNOWN = 6.0, 4  # dB by which images differ, and how many images say as much as that is expected
 LEAST_SLOPE = 0.3  # dB of held-out images for each that is predicted, of which corrections make use
-NEAR = 2.0  # dB above what was asked for at which a faster choice is looked for
+NEAR = 3.0  # dB above what was aimed at, at which a faster choice is looked for
+LEAST_LACK = 1.0  # dB that a choice is closer than one that was not proved
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
 _FIGURES = 5  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
@@ -74,6 +78,8 @@ def tune(
     closeness: float | None = None,
     speed: float | None = None,
     memory: float | None = None,
+    lowest: float | None = None,
+    confidence: float = 0.9,
     prompts: Sequence[str] | None = None,
     metric: Metric | Compare = "psnr",
     weights: str | os.PathLike[str] | None = None,
@@ -84,7 +90,7 @@ def tune(
     frames: int | None = None,
     negative_prompt: str | None = None,
     seed: int = 0,
-    images: int = SEARCHED + HELD_OUT,
+    images: int = IMAGES,
     presets: bool = True,
     inputs: Mapping[str, Any] | None = None,
     progress: Tell | None = None,
@@ -92,14 +98,18 @@ def tune(
     """Find the fastest settings that are as close to the untouched image as asked, or the closest that are as fast.
 
     The pipeline runs untouched, with its layers watched; then in choices that are predicted to fit; then, untouched and
-    tuned in turn, with prompts that were not used before. It is as it was before afterwards, also after an exception.
-    What was measured is kept on the disk: tuning goes on where it was stopped. See docs/tuning.md.
+    tuned in turn, with images that were not used before, until these say that the budget is kept, or that it is not.
+    It is as it was before afterwards, also after an exception. What was measured is kept on the disk: tuning goes on
+    where it was stopped. See docs/tuning.md.
 
     Args:
         pipe: a diffusers pipeline with a UNet or a transformer of a known family.
-        closeness: wanted mean closeness: PSNR in dB at least, or what `metric` gives.
-        speed: wanted speed: times as fast as the untouched pipeline.
+        closeness: wanted mean closeness: PSNR in dB at least, or what `metric` gives. It is kept where the lower
+            confidence bound of the mean over images is as close.
+        speed: wanted speed: times as fast as the untouched pipeline, likewise by its lower bound.
         memory: GiB at the peak of an image at most; of the whole process on a CPU.
+        lowest: wanted closeness of the worst of `images` images, all of which are then drawn.
+        confidence: probability with which a promise holds, above 0.5 and below 1.
         prompts: two or more, such as you use; by default those of the embedded pipelines, or a list of photographs.
             The first ones serve the search, the others the proof.
         metric: `psnr`, `ssim`, `lpips`, `dists`, or a function of two PIL images, of which a higher value is closer.
@@ -111,13 +121,13 @@ def tune(
         frames: of a clip; the pipeline's own by default.
         negative_prompt: what guidance leads away from.
         seed: of the first image; the next ones count up.
-        images: images of the search and the proof together, five of eight for the proof.
+        images: images that the proof may draw at most, 8 or more. They are drawn until it is decided.
         presets: also run the presets, for the curve.
         inputs: further arguments of the pipeline's call, such as an image.
         progress: told of every stage: its name, the denoising steps done in it and in all.
 
     Returns:
-        The settings, with what was measured.
+        The settings, with what was measured and what is promised.
 
     Raises:
         ElfattError: a budget that makes no sense, fewer than two prompts, or a pipeline that cannot be tuned.
@@ -126,25 +136,26 @@ def tune(
     main_denoiser(pipe)
     if not {"prompt", "num_inference_steps"} <= taken(pipe).keys():
         raise ElfattError(f"a {type(pipe).__name__} cannot be tuned; give a pipeline that is called with a prompt.")
-    budget = Budget(closeness, speed, memory)
+    budget = Budget(closeness, speed, memory, lowest, confidence)
     check_run(steps, guidance, seed, height, width)
     check_wanted(budget, metric, prompts, images, frames)
     measure = measure_named(metric, weights, str(getattr(pipe, "device", "cpu")))
     own_steps, own_guidance, own_prompts = _own(pipe)
     words = own_prompts if prompts is None else prompts
-    samples = [Sample(words[number % len(words)], seed + number) for number in range(images)]
+    samples = [Sample(words[number % len(words)], seed + number) for number in range(SEARCHED + images)]
     steps, guidance = own_steps if steps is None else steps, own_guidance if guidance is None else guidance
     settings = Settings(steps, guidance, height, width, frames, negative_prompt, inputs or {})
     check_steps(pipe, steps)
     settings.check(pipe)
     tell_cut_prompts(pipe, [*(sample.prompt for sample in samples), negative_prompt or ""])
+    measure.check(width or 256, height or 256)
     with restored(pipe):
         known = [(name, method_named(name)) for name in PRESETS if presets]
         known += [("as it was", patch.config) for patch in patches_of(pipe).values()]
         remove_patch(pipe)
         runs, start = Runs(pipe, settings, progress), time.monotonic()
         record = _record(runs)
-        store = Store(record | {"samples": samples, "figures": _FIGURES})
+        store = Store(record | {"samples": samples[:SEARCHED], "figures": _FIGURES})
         search = Search(runs, samples, budget, measure, store)
         search.measure_untouched()
         search.measure_layers()
@@ -162,6 +173,7 @@ def tune(
             budget=budget,
             measure=measure,
             proof=proof,
+            nearest=search.nearest,
             points=tuple(search.points),
             curve=tuple(search.curve),
             untouched_seconds=search.seconds,
@@ -206,10 +218,9 @@ class Search:
     """Tunes one pipeline: measures, predicts, tries choices, and has them proved."""
 
     def __init__(self, runs: Runs, samples: Sequence[Sample], budget: Budget, measure: Measure, store: Store) -> None:
-        searched = max(1, len(samples) * SEARCHED // (SEARCHED + HELD_OUT))
         self.runs, self.budget, self.measure, self.store = runs, budget, measure, store
-        self.samples, self.held_out = samples[:searched], samples[searched:]
-        self.held_out_untouched: list[Drawn] = []
+        self.samples, self.held_out = samples[:SEARCHED], samples[SEARCHED:]
+        self.held_out_untouched: dict[int, Drawn] = {}  # by number
         self.proofs: list[Proof] = []
         self.points: list[Point] = []  # what was run, in order
         self.curve: list[Choice] = []  # the best choices by what is known so far
@@ -236,6 +247,8 @@ class Search:
         self.untouched = [drawn, *(self.store.drawn(each, functools.partial(draw, each)) for each in others)]
         fresh = drawn.seconds == recorded.seconds  # seconds that are kept are those of another time
         self._seconds = [again.seconds, *(each.seconds for each in self.untouched[1:] if fresh)]  # the first warms up
+        kept = ((number, self.store.image(sample)) for number, sample in enumerate(self.held_out))
+        self.held_out_untouched |= {number: image for number, image in kept if image is not None}
         self._pace = self.runs.pace()  # seconds of a step at that time
         self.calls = len(self.runs.pipe.scheduler.timesteps)
 
@@ -244,7 +257,8 @@ class Search:
         self.stretches = stretches_of(self.calls, max(1, min(STRETCHES, self.calls // LEAST_STEPS)))
         self.runs.stage("measuring layers", 1)
         figures = self.store.known("layers", self._probe, LayerFigures.read)
-        self.model = Model(figures, self.stretches, share=self.budget.memory is None)
+        share, exact_start = self.budget.memory is None, self.budget.lowest is not None and len(self.stretches) > 1
+        self.model = Model(figures, self.stretches, share=share, exact_start=exact_start)
         probed = sum(len(stretch.probed) for stretch in self.stretches)  # steps
         self.layer_calls = {name: own.calls / probed for name, own in figures.items()}
         self._calibrate("stretches", 0, map(self.model.reference, range(len(self.stretches))))
@@ -313,12 +327,26 @@ class Search:
 
     def choose(self) -> Choice:
         """Return the best choice for the budget by what is known so far."""
-        asked = self.budget.closeness
-        if asked is not None:
-            return self._at(self._predicted_for(asked))
-        wanted = self.seconds * (1 - 1 / (AIMED * (self.budget.speed or 1.0))) / self.realised
+        if not self.budget.by_speed:
+            return self._at(self._predicted_for(self._aim()))
+        aimed = max([AIMED, *(proof.point.times / proof.speed_bound for proof in self.proofs)])
+        wanted = self.seconds * (1 - 1 / (aimed * (self.budget.speed or 1.0))) / self.realised
         enough = [choice for choice in self.curve if choice.saved >= wanted]
         return min(enough, key=lambda choice: choice.mse, default=self.curve[-1])
+
+    def _aim(self) -> float:
+        """Return the mean closeness at which the held-out images are likely to promise what was asked for."""
+        values = max((point.closeness for point in self.points), key=len, default=())
+        known = [value for value in values if math.isfinite(value)]
+        expected = SPREAD_KNOWN if self.measure.name == "PSNR" else 0
+        squares = expected * SPREAD**2 + len(known) * statistics.pvariance(known or [0.0])
+        spread = math.sqrt(squares / max(1, expected + len(known) - 1))
+        sign, aims = 1 if self.measure.higher else -1, []
+        if self.budget.closeness is not None:
+            aims.append(sign * self.budget.closeness + SURE * spread / math.sqrt(len(self.held_out)))
+        if self.budget.lowest is not None:
+            aims.append(sign * self.budget.lowest + SURE_OF_EACH * spread)
+        return sign * max(aims)
 
     def _at(self, psnr: float) -> Choice:
         return max((choice for choice in self.curve if choice.psnr >= psnr), key=lambda choice: choice.saved)
@@ -352,18 +380,19 @@ class Search:
     def _corrected(self, choice: Choice, proof: Proof) -> Choice | None:
         """Return the choice to prove after another one; None where nothing is to be gained."""
         self._learn_speed(proof.point, choice)
-        asked, holds = self.budget.closeness, self._holds(proof)
-        if asked is None:
+        budget, holds = self.budget, proof.holds(self.budget)
+        if budget.by_speed:
             following = self.choose()
             return None if holds or following is choice else following
         if self.measure.name != "PSNR":
             return None if holds else self._at(choice.psnr + 3.0)
-        off = proof.point.mean - asked
-        room = min(off, choice.psnr + self._offset() - asked)
-        if not math.isfinite(off) or (off >= 0 and room <= NEAR):
-            return None
-        wanted = choice.psnr + 0.3 - off / self._slope() if off < 0 else choice.psnr + NEAR / 2 - room
-        following = self._at(wanted)
+        aim, mean = self._aim(), proof.point.mean
+        if proof.close(budget):
+            room = min(mean, choice.psnr + self._offset()) - aim
+            following = self._at(choice.psnr - room + NEAR / 2) if room > NEAR else choice
+        else:
+            lacks = max(aim - mean, -math.inf if budget.lowest is None else budget.lowest - proof.lowest)
+            following = self._at(choice.psnr + max(LEAST_LACK, lacks / self._slope()))
         return None if following.psnr == choice.psnr else following
 
     def _slope(self) -> float:
@@ -389,24 +418,24 @@ class Search:
             self._try(choice)
             choice = self.choose()
             fastest = max((rival.times for rival in self._rivals()), default=0.0)
-            if self.budget.closeness is not None and fastest * WORTH >= self._times(choice):
+            if not self.budget.by_speed and fastest * WORTH >= self._times(choice):
                 break
         return choice
 
     def _rivals(self) -> list[Point]:
-        """Return what is there to compare with, as far as it keeps to the budget."""
-        return [point for point in self.points if point.predicted is None and self.budget.keeps(point, self.measure)]
+        """Return what is there to compare with, as far as it is likely to keep to the budget."""
+        others = [point for point in self.points if point.predicted is None and self.budget.keeps(point, self.measure)]
+        return [point for point in others if self.budget.by_speed or self.measure.keeps(point.mean, self._aim())]
 
     def prove(self, choice: Choice) -> Proof | None:
         """Have a choice proved, and correct it until it holds; None where nothing that holds is worth its while."""
         best: Proof | None = None
         following: Choice | None = choice
-        for left in reversed(range(PROOFS + 1)):
+        for left in reversed(range(len(SHARES))):  # the last proof is for what is there to compare with
             if following is not None and (not left or following.saved <= 0):
                 following = None
-            rival = self._rival(best)
-            by_speed = self.budget.closeness is not None  # otherwise the choice comes first
-            if rival and (not following or (by_speed and rival.times >= self._times(following))):
+            rival, first = self._rival(best), self.budget.by_speed  # where the choice comes first
+            if rival and (not following or (not first and rival.times >= self._times(following))):
                 config = fitted(rival.config, find_denoisers(self.runs.pipe))
                 proof = self.prove_config(rival.name, config, None)
             elif following is not None and (best is None or self._times(following) > best.point.times):
@@ -416,48 +445,68 @@ class Search:
                 break
             if following is not None and proof.point.predicted is not None:
                 following = self._corrected(following, proof)
-            if self._holds(proof) and (best is None or self._betters(proof.point, best.point)):
+            if proof.holds(self.budget) and (best is None or self._betters(proof.point, best.point)):
                 best = proof
         if best is not None and best.point.times >= WORTH:
             return best
         if self.budget.speed is not None and self.proofs:
-            near = max(self.proofs, key=lambda each: each.point.times).point
+            near = max(self.proofs, key=lambda each: each.speed_bound)
             raise ElfattFailure(
-                f"{self.budget.words(self.measure)}: not reached on held-out images; the nearest choice is "
-                f"{near.times:.2f} times as fast, at {self.measure.words(near.mean)}. Ask for less of either."
+                f"{self.budget.words(self.measure)}: cannot be promised on held-out images; the nearest choice is "
+                f"promised {near.speed_bound:.2f} times as fast, and {near.words()}. Ask for less of either."
             )
         return None
 
+    @property
+    def nearest(self) -> Proof | None:
+        """The closest configuration that was proved."""
+        sign = 1 if self.measure.higher else -1
+        return max(self.proofs, key=lambda each: sign * each.bound, default=None)
+
     def prove_config(self, name: str, config: PatchConfig, predicted: float | None) -> Proof:
-        """Draw the held-out images; the untouched ones in turn with the others, all of them the first time."""
-        samples, configs = self.held_out, {"untouched": None, "tuned": config}
-        timed = min(RETIMED if self.held_out_untouched else len(samples), len(samples))
-        drawn: dict[str, list[Drawn]] = {each: [] for each in configs}
-        self.runs.stage(f"proving {name}", len(samples) + timed)
+        """Draw held-out images, until they say whether a configuration keeps to the budget.
+
+        The untouched image is drawn in turn with the other where it is not known, and for some that are, or for all
+        where speed is asked for, to time both.
+        """
+        promise = Promise(len(self.held_out), (1 - self.budget.confidence) * SHARES[len(self.proofs)])
+        configs = {"untouched": None, "tuned": config}
+        drawn: dict[str, dict[int, Drawn]] = {"untouched": self.held_out_untouched, "tuned": {}}
+        timed: list[int] = []
 
         def take(turn: Turn) -> float:
-            drawn[turn.name].append(self.runs.draw(samples[turn.number], configs[turn.name]))
-            return drawn[turn.name][-1].seconds
+            number = timed[turn.number]
+            made = self.runs.draw(self.held_out[number], configs[turn.name])
+            if turn.name == "untouched":
+                self.store.drawn(self.held_out[number], lambda: made)
+            drawn[turn.name][number] = made
+            return made.seconds
 
-        compared = Comparison([*configs], take, timed)
-        compared.run()
-        self.held_out_untouched = untouched = drawn["untouched"] + self.held_out_untouched[timed:]
-        tuned = drawn["tuned"] + [self.runs.draw(sample, config) for sample in samples[timed:]]
-        close = tuple(map(self.measure.between, untouched, tuned))
-        speed = ratios(compared.times["untouched"], compared.times["tuned"])
-        self.points.append(Point(name, config, predicted, close, speed, compared.busy()))
-        order = sorted(range(len(close)), key=close.__getitem__, reverse=not self.measure.higher)
-        self.proofs.append(Proof(self.points[-1], samples, untouched, tuned, order))
-        return self.proofs[-1]
-
-    def _holds(self, proof: Proof) -> bool:
-        """Tell whether a proof keeps to the budget."""
-        most = math.inf if self.budget.memory is None else self.budget.memory * 2**30
-        return self.budget.keeps(proof.point, self.measure) and peak_of(proof.tuned) <= most
+        compared = Comparison([*configs], take)
+        for look in promise.looks:
+            numbers = range(len(drawn["tuned"]), look)
+            again = range(look if self.budget.speed is not None else RETIMED)
+            timed = [each for each in numbers if each in again or each not in drawn["untouched"]]
+            self.runs.stage(f"proving {name}", len(numbers) + len(timed))
+            compared.rounds = len(timed)
+            compared.run()
+            drawn["tuned"] |= {
+                each: self.runs.draw(self.held_out[each], config) for each in numbers if each not in timed
+            }
+            untouched, tuned = ([images[number] for number in range(look)] for images in drawn.values())
+            close = tuple(map(self.measure.between, untouched, tuned))
+            speed = ratios(compared.times["untouched"], compared.times["tuned"])
+            point = Point(name, config, predicted, close, speed, compared.busy())
+            proof = Proof(point, self.held_out[:look], untouched, tuned, promise, self.measure, self.budget.confidence)
+            if proof.holds(self.budget) or proof.hopeless(self.budget):
+                break
+        self.points.append(proof.point)
+        self.proofs.append(proof)
+        return proof
 
     def _betters(self, point: Point, other: Point) -> bool:
         """Tell which of two is better: the faster one or, where speed alone is asked for, the closer one."""
-        if self.budget.closeness is not None:
+        if not self.budget.by_speed:
             return point.times > other.times
         return self.measure.keeps(point.mean, other.mean)
 

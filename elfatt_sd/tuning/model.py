@@ -73,11 +73,17 @@ class Model:
     """
 
     def __init__(
-        self, figures: Mapping[str, LayerFigures], stretches: Sequence[Stretch], *, share: bool = True
+        self,
+        figures: Mapping[str, LayerFigures],
+        stretches: Sequence[Stretch],
+        *,
+        share: bool = True,
+        exact_start: bool = False,
     ) -> None:
         self._figures = {name: figures[name] for name in slow_layers(figures)}
         self._stretches = stretches
-        self._share = share
+        self._share = share  # may steps share differences?
+        self._exact_start = exact_start  # is the first stretch exact in all layers?
         self._runs: list[_Run] = []
         self.scale = [1.0] * len(stretches)  # `B`, by stretch
         self.scatter = _SCATTER  # `r`
@@ -197,6 +203,8 @@ class Model:
     def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
         """Return what a layer can do in a stretch, without what is slower and farther than another option."""
         own, steps = self._figures[layer], len(self._stretches[stretch])
+        if self._exact_start and stretch == 0:
+            return [Option(EXACTLY, 0.0, 0.0)]
         exact = self.seconds(layer, stretch, EXACTLY)
         found = []
         for each in candidates(own.bases, steps, share=self._share, guided=own.copies > 1):

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from PIL import Image
 
 from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.statistics import student_quantile
 from elfatt_sd.tuning.runs import Drawn, Sample
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 Metric = Literal["psnr", "ssim", "lpips", "dists"]
-Compare = Callable[["Image.Image", "Image.Image"], float]
+Compare = Callable[[Image.Image, Image.Image], float]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 _RANGES = {"psnr": (0.0, 100.0), "ssim": (-1.0, 1.0)}  # distances have no greatest value
+FEWEST, EVERY = 8, 4  # images before the first look at them, and from one look to the next
+SHARES = (0.5, 0.25, 0.25)  # of the error that a promise may have, for the first choice that is proved, and the next
+LEAST_SKEW = 0.5  # to far, of the distribution of closeness: few images do not show what is rare
+_HOPELESS = 1.3  # standard errors by which the images to come would have to be closer than those that were drawn
+_PATHS = 50_000  # that are simulated to find the level of a look
 
 
 @dataclass(frozen=True)
@@ -35,28 +40,45 @@ class Budget:
     closeness: float | None = None
     speed: float | None = None  # times as fast as the untouched pipeline, at least
     memory: float | None = None  # GiB at the peak of an image, at most; of the process on a CPU
+    lowest: float | None = None  # closeness of every image, at least (at most, for a measure of distance)
+    confidence: float = 0.9  # with which closeness and speed are promised
 
     def __post_init__(self) -> None:
-        if self.closeness is None and self.speed is None:
-            raise ElfattError("there is no budget; give closeness (35 dB PSNR, for instance), or speed (1.5), or both.")
-        close = 0.0 if self.closeness is None else self.closeness  # its range is that of the measure
-        if not isinstance(close, int | float) or not math.isfinite(close):
-            raise ElfattError(f"closeness={close!r} is not accepted; give a number.")
+        if self.closeness is None and self.speed is None and self.lowest is None:
+            raise ElfattError(
+                "there is no budget; give closeness (35 dB PSNR, for instance), lowest (28, for the worst image), or "
+                "speed (1.5)."
+            )
+        for name in ("closeness", "lowest"):
+            value = getattr(self, name)  # its range is that of the measure
+            if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
+                raise ElfattError(f"{name}={value!r} is not accepted; give a number.")
         if self.speed is not None:
             checks.real("speed", self.speed, 1.0, 100.0)
         if self.memory is not None:
             checks.real("memory", self.memory, 0.0, 10**6)
+        sure = self.confidence
+        if not isinstance(sure, int | float) or not 0.5 < sure < 1:
+            raise ElfattError(f"confidence={sure!r} is not accepted; give a number between 0.5 and 1, such as 0.9.")
+
+    @property
+    def by_speed(self) -> bool:
+        """Whether the closest settings are looked for, and not the fastest."""
+        return self.closeness is None and self.lowest is None
 
     def keeps(self, point: Point, measure: Measure) -> bool:
-        """Tell whether a configuration keeps to it, but for memory."""
+        """Tell whether the images that were drawn with a configuration keep to it, but for memory."""
         close = self.closeness is None or measure.keeps(point.mean, self.closeness)
+        close = close and (self.lowest is None or all(measure.keeps(each, self.lowest) for each in point.closeness))
         return close and (self.speed is None or point.times >= self.speed)
 
     def words(self, measure: Measure) -> str:
         """Return it for people."""
-        parts = []
+        parts, bound = [], "at least" if measure.higher else "at most"
         if self.closeness is not None:
-            parts.append(f"{measure.words(self.closeness)} at {'least' if measure.higher else 'most'}")
+            parts.append(f"{measure.words(self.closeness)} {bound}")
+        if self.lowest is not None:
+            parts.append(f"{measure.words(self.lowest)} {bound} in every image")
         if self.speed is not None:
             parts.append(f"{self.speed:g} times as fast at least")
         if self.memory is not None:
@@ -68,19 +90,24 @@ def check_wanted(
     budget: Budget, metric: Metric | Compare, prompts: Sequence[str] | None, images: int, frames: int | None
 ) -> None:
     """Check that two images can be as close as wanted, and what the images of tuning are; None is the model's own."""
-    closeness = budget.closeness
+    closeness, lowest = budget.closeness, budget.lowest
     if not callable(metric):
         checks.choice("metric", metric, METRICS)
         least, most = _RANGES.get(metric, (0.0, math.inf))
-        if closeness is not None and not least <= closeness <= most:
-            span = f"{least:g} at least" if closeness < least else f"{most:g} at most"
-            near = " (in dB; 8-bit images that are not identical end near 60 to 90)" * (metric == "psnr")
-            raise ElfattError(f"closeness={closeness:g} is not accepted; metric={metric!r} gives {span}{near}.")
+        near = " (in dB; 8-bit images that are not identical end near 60 to 90)" * (metric == "psnr")
+        for name, value in (("closeness", closeness), ("lowest", lowest)):
+            if value is not None and not least <= value <= most:
+                span = f"{least:g} at least" if value < least else f"{most:g} at most"
+                raise ElfattError(f"{name}={value:g} is not accepted; metric={metric!r} gives {span}{near}.")
+    if closeness is not None and lowest is not None and (lowest > closeness) is (metric not in ("lpips", "dists")):
+        raise ElfattError(f"lowest={lowest:g} is closer than closeness={closeness:g}; no image is farther than it.")
     words = () if isinstance(prompts, str) else (prompts or ())
     written = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
     if prompts is not None and (not written or len(set(words)) < 2):
         raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
-    checks.whole("images", images, 2)
+    if type(images) is int and images < FEWEST:
+        raise ElfattError(f"images={images} is not accepted; fewer than {FEWEST} images promise nothing of a mean.")
+    checks.whole("images", images, FEWEST)
     if frames is not None:
         checks.whole("frames", frames, 1)
 
@@ -104,9 +131,17 @@ class Measure:
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ElfattError(f"metric {self.name!r} cannot compare two images ({reason}).") from error
-        if math.isnan(value):
-            raise ElfattError(f"metric {self.name!r} gives nan for two images; give one that always gives a number.")
+        if math.isnan(value) or (math.isinf(value) and not untouched.same(other)):
+            raise ElfattError(
+                f"metric {self.name!r} gives {value} for two images; give one that always gives a number."
+            )
         return value
+
+    def check(self, width: int, height: int) -> None:
+        """Try it on two images of noise."""
+        noise = np.random.default_rng(0).integers(0, 256, (2, height, width, 3), np.uint8)
+        first, second = (Drawn((Image.fromarray(each),), 0.0) for each in noise)
+        self.between(first, second)
 
     def words(self, value: float) -> str:
         if math.isinf(value):
@@ -167,24 +202,150 @@ class Point:
         return statistics.median(self.speed)
 
 
+@functools.cache
+def level_of_looks(error: float, looks: tuple[int, ...]) -> float:
+    """Return the level of one-sided t tests after so many images each, of which any errs with a probability.
+
+    All looks have the same level (Pocock, Biometrika 64, 1977). It is found by simulating normal values.
+    """
+    if error * _PATHS < 100:  # too rare to be simulated
+        return error / len(looks)
+    generator, counts, steps = np.random.default_rng(0), np.array(looks), np.diff(looks, prepend=0)
+    sums = generator.standard_normal((_PATHS, len(looks))) * np.sqrt(steps)  # of the values from one look to the next
+    squares = (sums**2 / steps + generator.chisquare(steps - 1, sums.shape)).cumsum(1)
+    means = sums.cumsum(1) / counts
+    tests = means / np.sqrt((squares / counts - means**2) / (counts - 1))
+    low, high = error / len(looks), error
+    for _ in range(20):
+        level = (low + high) / 2
+        critical = np.array([student_quantile(1 - level, count - 1) for count in looks])
+        errs = float((tests > critical).any(1).mean()) > error
+        low, high = (low, level) if errs else (level, high)
+    return low
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What images say of a mean, where they are looked at while they are drawn. Higher values are better."""
+
+    images: int  # that may be drawn
+    error: float  # probability with which any bound may be above the mean
+
+    @property
+    def looks(self) -> tuple[int, ...]:
+        """The numbers of images after which they are looked at."""
+        return (*range(FEWEST, self.images - 1, max(EVERY, self.images // 6)), self.images)
+
+    def bound(self, values: Sequence[float]) -> float:
+        """Return what the mean is promised to be at least: Student's t, corrected for skew (Johnson, JASA 73, 1978)."""
+        mean, spread, skew = self._moments(values)
+        return mean - spread * self._reach(len(values), skew)
+
+    def hopeless(self, values: Sequence[float], asked: float) -> bool:
+        """Tell whether the images that may still be drawn will hardly lift the bound to what was asked."""
+        mean, spread, skew = self._moments(values)
+        lacks = asked + spread * self._reach(self.images, skew) - mean
+        return lacks > _HOPELESS * spread * math.sqrt(1 / len(values) - 1 / self.images)
+
+    def _reach(self, count: int, skew: float) -> float:
+        """Return the standard deviations of images from the mean of so many to its bound."""
+        quantile = student_quantile(1 - level_of_looks(self.error, self.looks), count - 1)
+        return quantile / math.sqrt(count) + skew * (1 + 2 * quantile**2) / (6 * count)
+
+    @staticmethod
+    def _moments(values: Sequence[float]) -> tuple[float, float, float]:
+        """Return mean, standard deviation and skew to far; equal images count like the closest others."""
+        known = np.array(values)
+        if not np.isfinite(known).any():
+            return math.inf, 0.0, 0.0
+        known = known.clip(max=known[np.isfinite(known)].max())
+        apart, spread = known - known.mean(), float(known.std(ddof=1))
+        skew = -float((apart**3).mean()) / spread**3 if spread else 0.0
+        return float(known.mean()), spread, max(skew, LEAST_SKEW)
+
+    def excludes(self, count: int) -> float:
+        """Return the fraction of images that are below the lowest of so many, at most."""
+        return 1.0 - float(self.error ** (1 / count))
+
+
 @dataclass(frozen=True)
 class Proof:
     """What the held-out images say of a configuration."""
 
     point: Point  # the configuration, with its closeness and speed
-    samples: Sequence[Sample]  # the held-out images
+    samples: Sequence[Sample]  # the held-out images that were drawn
     untouched: Sequence[Drawn]  # them, drawn by the untouched pipeline
     tuned: Sequence[Drawn]  # them, drawn with the configuration
-    order: Sequence[int]  # their numbers, those farthest from the untouched ones first
+    promise: Promise  # how sure its bounds are
+    measure: Measure
+    confidence: float  # with which what is promised holds, whichever of several choices is proved
 
-    def interval(self) -> float:
-        """Return half of the 95 % interval of the mean closeness."""
-        from elfatt_sd.evaluation.statistics import student_quantile
+    @property
+    def order(self) -> list[int]:
+        """The numbers of the images, those farthest from the untouched ones first."""
+        close = self.point.closeness
+        return sorted(range(len(close)), key=close.__getitem__, reverse=not self.measure.higher)
 
-        values = self.point.closeness
-        if len(values) < 2 or not all(map(math.isfinite, values)):
-            return math.inf
-        return student_quantile(0.975, len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    @property
+    def lowest(self) -> float:
+        """The closeness of the image farthest from its untouched one."""
+        return self.point.closeness[self.order[0]]
+
+    @property
+    def bound(self) -> float:
+        """The mean closeness that is promised."""
+        return self._sign * self.promise.bound(self._close)
+
+    @property
+    def speed_bound(self) -> float:
+        """How many times as fast it is promised to be."""
+        return math.exp(self.promise.bound(self._speeds))
+
+    def holds(self, budget: Budget) -> bool:
+        """Tell whether what was asked for can be promised; of every image only once all have been drawn."""
+        every = budget.lowest is None or len(self.samples) == self.promise.images
+        fast = budget.speed is None or self.speed_bound >= budget.speed
+        return every and fast and self.close(budget) and self._fits(budget)
+
+    def close(self, budget: Budget) -> bool:
+        """Tell whether it is promised to be as close as asked, and every image that was drawn is."""
+        lowest = budget.lowest is None or self.measure.keeps(self.lowest, budget.lowest)
+        return lowest and (budget.closeness is None or self.measure.keeps(self.bound, budget.closeness))
+
+    def hopeless(self, budget: Budget) -> bool:
+        """Tell whether further images would hardly change that it does not hold."""
+        asked, speed = budget.closeness, budget.speed
+        return (
+            (asked is not None and self.promise.hopeless(self._close, self._sign * asked))
+            or (speed is not None and self.promise.hopeless(self._speeds, math.log(speed)))
+            or not self._fits(budget)
+        )
+
+    def _fits(self, budget: Budget) -> bool:
+        """Tell whether every image that was drawn is as close as asked, and takes as little memory."""
+        most = math.inf if budget.memory is None else budget.memory * 2**30
+        close = budget.lowest is None or self.measure.keeps(self.lowest, budget.lowest)
+        return close and peak_of(self.tuned) <= most
+
+    def words(self) -> str:
+        """Return what is promised, and what was seen, for people."""
+        words, images, digits = self.measure.words, len(self.samples), self.measure.digits
+        return (
+            f"{words(self.bound)} promised ({self.confidence:.0%} confidence, {images} images): mean "
+            f"{self.point.mean:.{digits}f}, {'lowest' if self.measure.higher else 'highest'} {self.lowest:.{digits}f}"
+        )
+
+    @property
+    def _sign(self) -> int:
+        return 1 if self.measure.higher else -1
+
+    @property
+    def _close(self) -> list[float]:
+        return [self._sign * value for value in self.point.closeness]
+
+    @property
+    def _speeds(self) -> list[float]:
+        return [math.log(value) for value in self.point.speed]
 
 
 def peak_of(drawn: Sequence[Drawn]) -> int:

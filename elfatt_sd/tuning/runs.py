@@ -130,12 +130,11 @@ class Store:
 
     def known(self, name: str, make: Callable[[], Any], read: Callable[[Any], Read]) -> Read:
         """Return what is kept under a name; it is made and kept if it is not there, or is damaged."""
-        path = self.folder / f"{name}.json"
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
-            return read(json.loads(path.read_text(encoding="utf-8")))
+        if (kept := self._kept(name, read)) is not None:
+            return kept
         made = make()
         try:
-            write_json(path, made)
+            write_json(self.folder / f"{name}.json", made)
         except OSError as error:
             if not self._warned:
                 text = f"{error.filename}: {error.strerror}; what tuning measures is not kept for the next run"
@@ -146,6 +145,15 @@ class Store:
     def drawn(self, sample: Sample, make: Callable[[], Drawn]) -> Drawn:
         """Return the untouched image of a sample, in the same way."""
         return self.known(f"image-{short_hash(sample)}", lambda: make().to_dict(), Drawn.from_dict)
+
+    def image(self, sample: Sample) -> Drawn | None:
+        """Return the untouched image of a sample, if it is kept."""
+        return self._kept(f"image-{short_hash(sample)}", Drawn.from_dict)
+
+    def _kept(self, name: str, read: Callable[[Any], Read]) -> Read | None:
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
+            return read(json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8")))
+        return None
 
 
 def short_hash(data: Any, digits: int = 20) -> str:

@@ -41,6 +41,7 @@ class Tuned:
     budget: Budget  # what was asked for
     measure: Measure  # how closeness was measured
     proof: Proof | None  # of the settings, on held-out images; None where the pipeline is best left untouched
+    nearest: Proof | None  # of the closest settings that were proved, whether or not they keep to the budget
     points: tuple[Point, ...]  # what was run, of the search and of the proofs; presets too
     curve: tuple[Choice, ...]  # the choices that were predicted to be best, from untouched to the fastest
     untouched_seconds: float  # of an untouched image
@@ -64,7 +65,10 @@ class Tuned:
         """Return plain data, ready for JSON; values that are not finite are null."""
         proof = self.proof and {
             **_point(self.proof.point),
-            "interval": _finite(self.proof.interval()),
+            "promised": _finite(self.proof.bound),
+            "confidence": self.proof.confidence,
+            "lowest": _finite(self.proof.lowest),
+            "excluded": self.proof.promise.excludes(len(self.proof.samples)),
             "samples": [sample._asdict() for sample in self.proof.samples],
         }
         return {
@@ -90,24 +94,26 @@ class Tuned:
             if not any(choice.saved > 0 for choice in self.curve):
                 why = "no approximation is faster than exact attention in any layer, at this size on this machine"
             lines = [f"untouched: {why}", asked]
+            if near := self.nearest:
+                lines.append(f"the nearest that can be promised: {near.words()}; {near.point.times:.2f} times as fast")
         else:
-            point, half, worst = proof.point, proof.interval(), proof.order[0]
+            point, images = proof.point, len(proof.samples)
             phases = [phase for phase in self.config.all_phases if not phase.exact]
             kinds = sorted({phase.attention.name for phase in phases if not phase.dense})
             kinds += sorted({f"attention in {phase.attention_dtype}" for phase in phases if phase.attention_dtype})
             layers = f"{len(self.config.per_layer)} have settings of their own"
             if not self.config.per_layer:
                 layers = f"all have the settings of {self.config.method}"
-            mean = words(point.mean)
-            if math.isfinite(half):
-                mean += f" +- {half:.{self.measure.digits}f} (mean and 95 % interval)"
-            sample, before, after = proof.samples[worst], peak_of(proof.untouched), peak_of(proof.tuned)
+            sample, before, after = proof.samples[proof.order[0]], peak_of(proof.untouched), peak_of(proof.tuned)
+            fast = f"{Spread.over(point.speed).words()} times as fast"
+            if self.budget.speed is not None:
+                fast += f", {proof.speed_bound:.2f} promised"
             memory = f"peak memory: {after / 2**30:.2f} GiB, untouched {before / 2**30:.2f} GiB"
             lines = [
-                f"{point.name}: {Spread.over(point.speed).words()} times as fast, {mean}",
+                f"{point.name}: {proof.words()}; {fast}",
                 asked,
-                f"held-out images: {len(proof.samples)}, worst {words(point.closeness[worst])} "
-                f"({sample.prompt!r}, seed {sample.seed})",
+                f"the farthest of {images} held-out images: {words(proof.lowest)} ({sample.prompt!r}, seed "
+                f"{sample.seed}); at most {proof.promise.excludes(images):.0%} of all are farther",
                 memory if before and after else "memory: not measured",
                 f"layers: {layers} ({', '.join(kinds)})",
             ]
@@ -154,10 +160,15 @@ def curve(tuned: Tuned) -> Figure:
         if point.predicted is None:
             axes.plot(point.times, point.mean, _MARKERS.get(point.name, "D"), color=BASE, label=point.name)
     if tuned.proof is not None and proven is not None and math.isfinite(proven.mean):
-        half = tuned.proof.interval()
-        error = None if math.isinf(half) else [[half], [half]]
+        far = abs(proven.mean - tuned.proof.bound)
+        error = [[far], [0.0]] if tuned.measure.higher else [[0.0], [far]]
         span = [[proven.times - min(proven.speed)], [max(proven.speed) - proven.times]]
-        style: dict[str, Any] = {"color": _CHOSEN, "markersize": 12, "linewidth": 1, "label": "chosen, held-out"}
+        style: dict[str, Any] = {
+            "color": _CHOSEN,
+            "markersize": 12,
+            "linewidth": 1,
+            "label": "chosen: mean, promised",
+        }
         axes.errorbar(proven.times, proven.mean, error, span, "*", **style)
     if tuned.budget.closeness is not None:
         axes.axhline(tuned.budget.closeness, color=INK, linewidth=0.8, linestyle=":", label="asked for")

@@ -45,7 +45,7 @@ for line in sys.stdin.read().splitlines():
 def commands(test: str) -> list[str]:
     """The commands of a snapshot, whose lines say what each is told; a new one is a line `COMMAND -> ` there."""
     told = SAID.read_text(encoding="utf-8").split(f"# name: {test}\n  '''\n")[1].split("\n  '''\n")[0]
-    return [line.strip().partition(" -> ")[0] for line in told.splitlines()]
+    return [line.strip().partition(" ->")[0] for line in told.splitlines()]
 
 
 def early(lines: Sequence[str], cwd: Path) -> list[list[Any]]:

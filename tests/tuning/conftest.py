@@ -55,4 +55,4 @@ def shared_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def asked() -> dict[str, Any]:
     """What the smallest tuning is asked for besides its budget."""
-    return {"prompts": PROMPTS, "steps": 4, "height": 32, "width": 32, "images": 3, "presets": False}
+    return {"prompts": PROMPTS, "steps": 4, "height": 32, "width": 32, "images": 8, "presets": False}

@@ -1,0 +1,112 @@
+"""What images promise of a mean and of the farthest image, without any model."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from benchmarks import promise as simulated
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation.statistics import student_quantile
+from elfatt_sd.tuning.proof import Budget, Measure, Point, Promise, Proof, check_wanted, level_of_looks, measure_named
+from elfatt_sd.tuning.runs import Drawn, Sample
+
+GREY = Drawn((Image.new("RGB", (8, 8), "grey"),), 1.0, 2**30)
+
+
+def proof(closeness: list[float], speed: list[float] | None = None, higher: bool = True, images: int = 24) -> Proof:
+    count = len(closeness)
+    point = Point("tuned", PatchConfig("sd"), None, tuple(closeness), tuple(speed or [2.0] * count))
+    samples, drawn, measure = [Sample("a cat", each) for each in range(count)], [GREY] * count, measure_named("psnr")
+    measure = Measure("PSNR", measure.compare, higher)
+    return Proof(point, samples, drawn, drawn, Promise(images, 0.1), measure, 0.9)
+
+
+def test_the_levels_of_looks() -> None:
+    """One look has the error's own level; of more looks each has less, as in Pocock's table for two to five."""
+    assert level_of_looks(0.1, (24,)) == pytest.approx(0.1, rel=0.03)
+    for looks, level in ((2, 0.0294), (3, 0.0221), (5, 0.0158)):  # two-sided 0.05, large groups
+        counts = tuple(1000 * each for each in range(1, looks + 1))
+        assert level_of_looks(0.025, counts) == pytest.approx(level / 2, rel=0.05)
+    assert level_of_looks(1e-5, (8, 12)) == 0.5e-5
+
+
+def test_what_is_promised_holds() -> None:
+    """In 88 % at least, by thousands of tunings of a published run's images and of skewed ones."""
+    published, skewed = simulated.published(), simulated.skewed(np.random.default_rng(1))
+    for name, pictures in ({"published": published} | skewed).items():
+        assert simulated.false_promises(pictures, 1500 if name == "skewed to far" else 300) <= 0.12, name
+    for pictures, asked in ((published, 35.0), (published, 45.0), (skewed["skewed to far"], 40.0)):
+        figures = simulated.tunings(pictures, asked, 150)
+        assert figures["promised"] > 0.85 and figures["false"] < 0.03 and figures["bound below mean"] > 0.9
+        assert figures["images"] < 20 and figures["dB above"] < 8
+    tight = simulated.Pictures([35.0], [np.zeros(64)])
+    assert simulated.false_promises(tight, 20) == 0
+    loose = simulated.false_promises(skewed["normal"], 300, confidence=0.6)
+    assert loose > simulated.false_promises(skewed["normal"], 300)
+
+
+def test_a_bound_is_students_and_lower_with_skew() -> None:
+    values = [30.0, 34.0, 36.0, 38.0, 40.0, 31.0, 37.0, 39.0]
+    level = level_of_looks(0.1, Promise(24, 0.1).looks)
+    plain = np.mean(values) - student_quantile(1 - level, 7) * np.std(values, ddof=1) / math.sqrt(8)
+    assert plain - 1.5 < Promise(24, 0.1).bound(values) < plain
+    far = [*values[:-1], 15.0]
+    assert np.mean(far) - Promise(24, 0.1).bound(far) > 1.5 * (np.mean(values) - Promise(24, 0.1).bound(values))
+    assert Promise(24, 0.1).bound([math.inf] * 8) == math.inf
+    assert Promise(24, 0.1).bound([*values, math.inf]) == Promise(24, 0.1).bound([*values, 40.0]), "identical images"
+    assert Promise(24, 0.1).looks == (8, 12, 16, 20, 24) and Promise(9, 0.1).looks == (9,)
+    assert Promise(24, 0.1).excludes(22) == pytest.approx(0.0994, abs=1e-3)
+
+
+def test_when_it_is_decided() -> None:
+    """The mean, every image, speed and memory: what holds, what is hopeless, and what needs more images."""
+    close = [39.0, 40.0, 41.0, 42.0] * 2
+    for budget, holds, hopeless in (
+        (Budget(38), True, False),
+        (Budget(40.2), False, False),
+        (Budget(43), False, True),
+        (Budget(38, lowest=39), False, False),  # not all images have been drawn
+        (Budget(38, lowest=39.5), False, True),
+        (Budget(lowest=38), False, False),
+        (Budget(speed=1.9), True, False),
+        (Budget(38, speed=2.1), False, True),
+        (Budget(38, memory=1), True, False),
+        (Budget(38, memory=0.5), False, True),
+    ):
+        assert (proof(close).holds(budget), proof(close).hopeless(budget)) == (holds, hopeless), budget
+    assert proof(close * 3).holds(Budget(38, lowest=39))
+    noisy = proof(close, [1.0, 3.0] * 4)
+    assert not noisy.holds(Budget(speed=1.5)) and noisy.point.times > 1.5, "a speed is promised by its bound, too"
+    distances = proof([0.1, 0.2] * 4, higher=False)
+    assert distances.lowest == 0.2 and 0.15 < distances.bound < 0.25
+    assert distances.holds(Budget(0.25)) and distances.hopeless(Budget(0.1))
+
+
+def test_a_metric_without_a_number_is_told_before_anything_runs() -> None:
+    with pytest.raises(ElfattError, match="metric 'endless' gives inf for two images"):
+        Measure("endless", lambda *_: math.inf).check(8, 8)
+    measure_named("psnr").check(8, 8)
+    assert measure_named("psnr").between(GREY, GREY) == math.inf, "of equal images"
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"closeness": 30, "confidence": 0.5}, "confidence=0.5 is not accepted; give a number between 0.5 and 1"),
+        ({"closeness": 30, "confidence": 1}, "confidence=1 is not accepted"),
+        ({"closeness": 30, "lowest": 31}, "lowest=31 is closer than closeness=30"),
+        ({"lowest": 101}, "lowest=101 is not accepted; metric='psnr' gives 100 at most"),
+        ({"lowest": math.nan}, "lowest=nan is not accepted; give a number"),
+        ({"closeness": 30, "images": 7}, "images=7 is not accepted; fewer than 8 images promise nothing of a mean"),
+        ({"closeness": 0.2, "lowest": 0.1, "metric": "lpips"}, "lowest=0.1 is closer than closeness=0.2"),
+    ],
+)
+def test_what_cannot_be_promised(asked: dict[str, float], says: str) -> None:
+    images, metric = asked.pop("images", 24), asked.pop("metric", "psnr")
+    with pytest.raises(ElfattError, match=says):
+        check_wanted(Budget(**asked), metric, None, images, None)  # type: ignore[arg-type]
