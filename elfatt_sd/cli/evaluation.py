@@ -98,7 +98,9 @@ def run_command(
         quiet_libraries()
         _print_plan(Run(out, protocol), reuse or ())
         return
-    others = _check_early(protocol, out, reuse or ())
+    check_writable(out)
+    others = [Run.open(other) for other in reuse or ()]
+    quiet_libraries()
     failed = evaluate(Run(out, protocol), _reporter(quiet), reuse=others, show_progress=not quiet)
     if is_first():
         typer.echo(terminal_summary(load_results(out)))
@@ -113,9 +115,13 @@ def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet 
     from elfatt_sd.evaluation.extraction import is_first, leave_processes
     from elfatt_sd.evaluation.generate import generate
     from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.stages import first_checks
 
-    others = _check_early(protocol, out, reuse or (), scored=False)
-    run = Run(out, protocol)
+    check_writable(out)
+    for check in first_checks(protocol, scored=False):
+        check()
+    others, run = [Run.open(other) for other in reuse or ()], Run(out, protocol)
+    quiet_libraries()
     with run.writing():
         failed = generate(run, reuse=others, show_progress=not quiet)
         leave_processes()
@@ -191,19 +197,6 @@ def verify_command(
     if problems:
         raise typer.Exit(FAILURE)
     typer.echo(f"{run}: images and figures are as they were made")
-
-
-def _check_early(protocol: Protocol, out: Path, reuse: Sequence[Path], *, scored: bool = True) -> list[Run]:
-    """Check what can be known before anything is loaded; return the runs to take rows from."""
-    from elfatt_sd.evaluation.run import Run
-    from elfatt_sd.evaluation.stages import first_checks
-
-    check_writable(out)
-    for check in first_checks(protocol, scored=scored):
-        check()
-    others = [Run.open(other) for other in reuse]
-    quiet_libraries()
-    return others
 
 
 def _print_plan(run: Run, reuse: Sequence[Path]) -> None:

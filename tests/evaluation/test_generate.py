@@ -222,23 +222,21 @@ def test_what_is_said_or_refused_before_the_first_image(
     protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts that are cut off; a strange folder, but not one with hidden files; a folder in use, but no stale lock."""
-    long = dataclasses.replace(protocol, template="a " * 80 + "{label}")
-    with monkeypatch.context() as patch:
-        patch.setattr(generate, "_make_rows", lambda *_: {})
-        with pytest.warns(UserWarning, match="5 of 5 prompts are cut off: the text encoder takes 75 tokens"):
-            make(tmp_path / "long", long)
-    run_dir = tmp_path / "run"
+    run_dir, lock = tmp_path / "run", tmp_path / "lock"
+    monkeypatch.setattr(generate, "_make_rows", lambda *_: {})
+    with pytest.warns(UserWarning, match="5 of 5 prompts are cut off: the text encoder takes 75 tokens"):
+        make(tmp_path / "long", dataclasses.replace(protocol, template="a " * 80 + "{label}"))
     for name in (".ipynb_checkpoints", "@eaDir", ".DS_Store"):
         (run_dir / name).mkdir(parents=True)
     Run(run_dir, protocol).check()
     (run_dir / "holiday.png").write_bytes(b"")
     with pytest.raises(ElfattError, match=r"not empty and holds no run \(there is 'holiday.png'\)"):
         make(run_dir, protocol)
-    with folder_lock(tmp_path / "lock"), pytest.raises(ElfattError, match=f"in use by process {os.getpid()}"):
-        make(tmp_path / "lock", protocol)
-    (tmp_path / "lock" / HOLDER_FILE).write_text("process 999999 on elsewhere")
-    with folder_lock(tmp_path / "lock"):
-        assert str(os.getpid()) in (tmp_path / "lock" / HOLDER_FILE).read_text()
+    with folder_lock(lock), pytest.raises(ElfattError, match=f"in use by process {os.getpid()}"):
+        make(lock, protocol)
+    (lock / HOLDER_FILE).write_text("process 999999 on elsewhere")
+    with folder_lock(lock):
+        assert str(os.getpid()) in (lock / HOLDER_FILE).read_text()
 
 
 @pytest.mark.parametrize(
@@ -277,14 +275,13 @@ def test_a_row_that_fails_is_named_and_no_other_fails(
     assert not any(path.exists() for path in left), "half-written files are removed"
 
 
-def cut_list(folder: Path) -> None:
-    manifest = folder / "cells" / "sd" / "manifest.jsonl"
-    manifest.write_text("".join(manifest.read_text(encoding="utf-8").splitlines(keepends=True)[:3]), encoding="utf-8")
+def listed(line: int, before: str, now: str) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        manifest = folder / "cells" / "sd" / "manifest.jsonl"
+        lines = manifest.read_text(encoding="utf-8").splitlines(keepends=True)
+        manifest.write_text("".join(lines[:line]).replace(before, now), encoding="utf-8")
 
-
-def other_prompt(folder: Path) -> None:
-    manifest = folder / "cells" / "sd" / "manifest.jsonl"
-    manifest.write_text(manifest.read_text(encoding="utf-8").replace("owl", "dove"), encoding="utf-8")
+    return damage
 
 
 @pytest.mark.parametrize(
@@ -293,20 +290,14 @@ def other_prompt(folder: Path) -> None:
         ({"name": "larger", "extractors": ()}, {}, None, 4, "reused"),
         ({}, {"device": "another"}, None, 0, "not reused: device: "),
         ({}, {"method_sha256": "of other code"}, None, 3, "not reused: method_sha256: "),
-        ({}, {}, cut_list, 3, "does not list this run's images"),
-        ({}, {}, other_prompt, 3, "does not list this run's images"),
+        ({}, {}, listed(3, "", ""), 3, "does not list this run's images"),
+        ({}, {}, listed(5, "owl", "dove"), 3, "does not list this run's images"),
         *(({key: value}, {}, None, 0, None) for key, value in (("steps", 3), ("seed", 4), ("guidance", 2.0))),
         ({"batch": 1}, {}, None, 0, None),
     ],
 )
 def test_only_rows_of_the_same_images_are_copied_and_each_is_told(
-    made: tuple[Path, Protocol],
-    tmp_path: Path,
-    changes: dict[str, Any],
-    environment: dict[str, str],
-    damage: Callable[[Path], None] | None,
-    taken: int,
-    said: str | None,
+    made: tuple[Path, Protocol], tmp_path: Path, changes: Any, environment: Any, damage: Any, taken: int, said: Any
 ) -> None:
     """Under another name; a row of another block size is not. A model counts by its weights, not by its place."""
     (tmp_path / "model").symlink_to(made[1].model)

@@ -124,7 +124,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("run")
     runs.build_run(folder, images=2, size=32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(charts, "_makers", lambda results: [charts.differences, charts.memory])
+        patch.setattr(charts, "PLOTS", [charts.differences, charts.PLOTS[3]])
         yield folder
 
 
@@ -137,7 +137,7 @@ def test_what_is_published_is_of_one_piece(run: Path, tmp_path: Path) -> None:
     target = publish(load_results(run), tmp_path)
     assert json.loads((target / "results.json").read_text()) == json.loads((run / "results.json").read_text())
     tables = {"table.md", "table.csv", "table.tex", "difference.png"}
-    assert names(target) == {"results.json", "index.html", "memory.png"} | tables
+    assert names(target) == {"results.json", "index.html", "distance_memory.png"} | tables
     (target / "README.md").write_text("by hand")
     results = json.loads((run / "results.json").read_text())
     for row in results["rows"]:

@@ -11,7 +11,7 @@ import io
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elfatt_sd.config import COLOURED
@@ -187,23 +187,6 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
     )
     words = "closeness", "Closeness to the untouched images", caption
     return _strips(results, palette, marks, "PSNR to untouched, dB (right is closer)", words)
-
-
-def memory(results: Results, palette: Palette) -> Chart | str:
-    """Draw the memory that one more image of a batch takes."""
-    marks = []
-    for row in results.rows:
-        if row.slope is not None:
-            peaks = zip(row.memory.batches, row.memory.peaks_gib, strict=False)
-            said = ", ".join(f"{peak:.4g} at {batch}" for batch, peak in peaks)
-            marks.append(Mark(row, row.slope, (), f", peaks by batch {said}" if said else ""))
-    if not marks:
-        return "Memory per image: memory was not measured."
-    caption = (
-        "The slope of the line through the peaks of several batch sizes, each of a fresh process, with the 95 % "
-        "interval that the fit allows. Dashed: untouched."
-    )
-    return _strips(results, palette, marks, _ACROSS["memory"], ("memory", "Memory per image", caption))
 
 
 def timing(results: Results, palette: Palette, part: str) -> Chart | str:
@@ -401,7 +384,7 @@ class Plot(NamedTuple):
 def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str]]:
     """Draw every plot for which the run has figures."""
     with drawing():
-        made = [make(results, palette) for make in _makers(results)]
+        made = [make(results, palette) for make in PLOTS]
         charts = [chart for chart in made if isinstance(chart, Chart)]
         plots = [Plot(chart, _inline_svg(chart), to_png(chart.figure)) for chart in charts]
     return plots, [line for line in made if isinstance(line, str)]
@@ -424,10 +407,13 @@ def to_png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _makers(results: Results) -> Iterable[Callable[[Results, Palette], Chart | str]]:
-    over = [functools.partial(distance_over, what=what) for what in (*PARTS, "memory")]
-    timings = [functools.partial(timing, part=part) for part in PARTS]
-    return [differences, *over, closeness, closeness_over_time, memory, *timings]
+PLOTS: Sequence[Callable[[Results, Palette], Chart | str]] = (
+    differences,
+    *(functools.partial(distance_over, what=what) for what in (*PARTS, "memory")),
+    closeness,
+    closeness_over_time,
+    *(functools.partial(timing, part=part) for part in PARTS),
+)
 
 
 def _inline_svg(chart: Chart) -> str:

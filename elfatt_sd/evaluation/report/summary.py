@@ -69,6 +69,16 @@ def findings(results: Results) -> list[str]:
     return [part for part in parts if part]
 
 
+def comparison(results: Results) -> str:
+    """Say what the figures can be compared with."""
+    if not results.published:
+        return "No published table belongs to this protocol; a number means nothing without its protocol's name."
+    return (
+        "Compare the direction of differences to the untouched pipeline and ratios of times, not values: they move "
+        "with the protocol, weights, resizing and random numbers, and published ones come without intervals."
+    )
+
+
 def recommended(results: Results) -> Row | None:
     """Return the fastest method that is shown to be faster and judged not to be worse, or what comes next to that."""
     speeds = _speeds(results)
@@ -145,16 +155,8 @@ def _speed(results: Results) -> str:
 
 
 def _limits(results: Results) -> str:
-    """Say what a quick look limited; empty for a whole run."""
-    protocol = results.protocol
-    if not protocol.get("limit"):
-        return ""
-    rounds = (protocol.get("time") or {}).get("repeats")
-    batches = (protocol.get("memory") or {}).get("batches")
-    parts = [f"every row was limited to {plural(protocol['limit'], 'image')}"]
-    parts += [f"time to {plural(rounds, 'round')}"] if rounds else []
-    parts += [f"memory to batches of {join_names(map(str, batches))}"] if batches else []
-    return f"A quick look: {join_names(parts)}."
+    limit = results.protocol.get("limit")
+    return f"A quick look: every row was limited to {plural(limit, 'image')}." if limit else ""
 
 
 def terminal_summary(results: Results, width: int = 80) -> str:

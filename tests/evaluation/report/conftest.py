@@ -35,7 +35,7 @@ def sweep(sweep_run):
 @pytest.fixture
 def one_plot(monkeypatch):
     """One plot is drawn: for reports whose words are looked at."""
-    monkeypatch.setattr(charts, "_makers", lambda results: [charts.closeness])
+    monkeypatch.setattr(charts, "PLOTS", [charts.closeness])
 
 
 @pytest.fixture(scope="module", autouse=True)
