@@ -7,13 +7,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from support import runs
+from support.commands import call
 from support.runs import full_overrides, row_of
 
-from elfatt_sd.cli import app
 from elfatt_sd.cli.evaluation import build_protocol
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation import generate, stages
@@ -184,25 +184,6 @@ def test_every_obstacle_is_named_once(
     assert not (tmp_path / "new").exists()
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Done]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], shared_cache: None) -> Call:
-    def run(*words: object) -> Done:
-        with pytest.raises(SystemExit) as end:
-            app(["eval", *map(str, words)], prog_name="elfatt-sd")
-        return Done(int(end.value.code or 0), *capsys.readouterr())
-
-    return run
-
-
 @pytest.fixture
 def file(tmp_path: Path, workplace: Path) -> Path:
     return runs.write_protocol(tmp_path, workplace / "sd15")
@@ -212,46 +193,48 @@ def sets(overrides: list[str]) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
+@pytest.mark.usefixtures("shared_cache")
 def test_run_prints_the_page_and_the_other_commands_work_on_it(
-    call: Call, workplace: Path, file: Path, in_process: None, tmp_path: Path
+    workplace: Path, file: Path, in_process: None, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    done = call("run", file, "--out", run_dir, "--limit", 3, "--quiet", *sets(full_overrides(workplace)))
-    assert done.code == 0, done.err
-    table, _, path = done.out.strip().rpartition("\n\n")
+    done = call("eval", "run", file, "--out", run_dir, "--limit", 3, "--quiet", *sets(full_overrides(workplace)))
+    assert done.exit_code == 0, done.stderr
+    table, _, path = done.stdout.strip().rpartition("\n\n")
     page = Path(path)
     assert page == run_dir / "report" / "index.html" and page.is_file()
     assert "Difference" in table and "(null row)" in table and "A quick look" in table
     assert all(len(line) <= 80 for line in table.splitlines())
     assert Run.open(run_dir).protocol.limit == len(Run.open(run_dir).baseline.made_images()) == 3
-    assert call("score", run_dir, "--quiet").code == 0
+    assert call("eval", "score", run_dir, "--quiet").exit_code == 0
     page.unlink()
-    assert call("report", run_dir).code == 0 and page.is_file()
-    done = call("verify", run_dir)
-    assert (done.code, done.err) == (0, "")
+    assert call("eval", "report", run_dir).exit_code == 0 and page.is_file()
+    done = call("eval", "verify", run_dir)
+    assert (done.exit_code, done.stderr) == (0, "")
     Run.open(run_dir).rows[1].image_file(1).unlink()
-    done = call("verify", run_dir)
-    assert (done.code, len(done.err.splitlines())) == (1, 1) and "null/images/00001.png: deleted" in done.err
+    done = call("eval", "verify", run_dir)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1) and "null/images/00001.png: deleted" in done.stderr
 
 
-def test_dry_run_prints_and_makes_nothing(call: Call, workplace: Path, file: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("shared_cache")
+def test_dry_run_prints_and_makes_nothing(workplace: Path, file: Path, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("SD (Baseline)", "[/b] :star: \\u001b[2J"))  # printed as it is
     new = ["--out", tmp_path / "run", "--dry-run"]
-    done = call("run", file, *new, *sets(full_overrides(workplace)))
-    assert (done.code, done.err) == (0, "")
+    done = call("eval", "run", file, *new, *sets(full_overrides(workplace)))
+    assert (done.exit_code, done.stderr) == (0, "")
     parts = [r"[/b] :star: \x1b[2J", "tomesd-ratio0.5", "20 images, 5 a row, about", "GiB are free"]
     parts += ["to do: 20 images of 4 steps, score, time, memory, report"]
-    assert [part for part in parts if part not in done.out] == []
+    assert [part for part in parts if part not in done.stdout] == []
     assert not (tmp_path / "run").exists()
-    done = call("run", "toy", "--dry-run", *sets(["height=64", "width=64"]), "--out", file, "--reuse", file)
-    assert done.code == 2 and "cannot be written" in done.err and "holds no run" in done.err
+    done = call("eval", "run", "toy", "--dry-run", *sets(["height=64", "width=64"]), "--out", file, "--reuse", file)
+    assert done.exit_code == 2 and "cannot be written" in done.stderr and "holds no run" in done.stderr
     assert build_protocol("toy", model="models/\N{GRINNING FACE}é").model == "models/\N{GRINNING FACE}é"
 
 
-def test_reference_says_what_it_found(call: Call, workplace: Path, file: Path, own_cache: Path) -> None:
+def test_reference_says_what_it_found(workplace: Path, file: Path, own_cache: Path) -> None:
     overrides = sets([line for line in full_overrides(workplace) if "reference" not in line])
-    done = call("reference", file, "--reference", workplace / "val", "--allow-count", *overrides)
-    assert done.code == 0 and '"count": 12' in done.out
+    done = call("eval", "reference", file, "--reference", workplace / "val", "--allow-count", *overrides)
+    assert done.exit_code == 0 and '"count": 12' in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -267,7 +250,7 @@ def test_reference_says_what_it_found(call: Call, workplace: Path, file: Path, o
     ],
 )
 def test_wrong_use_is_one_line_before_any_work(
-    call: Call, copy: Path, workplace: Path, file: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str]
+    copy: Path, workplace: Path, file: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str]
 ) -> None:
     """RUN is a run of another specification, OWN a folder of the run's, FILE.npz holds nothing of use."""
     (tmp_path / "file.npz").write_bytes(b"not the published file")
@@ -275,14 +258,14 @@ def test_wrong_use_is_one_line_before_any_work(
         (tmp_path / "new" / "cells").mkdir(parents=True)
     places = {"RUN": copy, "FILE.npz": tmp_path / "file.npz", "OWN": tmp_path / "new" / "cells"}
     given = ["--limit", 2, *(places.get(word, word) for word in words)]
-    done = call("run", file, "--out", tmp_path / "new", "--quiet", *sets(full_overrides(workplace)), *given)
-    assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
-    assert [part for part in parts if part not in done.err] == [], done.err
+    done = call("eval", "run", file, "--out", tmp_path / "new", "--quiet", *sets(full_overrides(workplace)), *given)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert [part for part in parts if part not in done.stderr] == [], done.stderr
     assert {path.name for path in (tmp_path / "new").glob("*")} <= {".lock", "cells"}
 
 
 def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
-    call: Call, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the baseline the others are not begun; what was made is kept."""
     draw, check = generate.make_images, generate.check_images
@@ -296,12 +279,12 @@ def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
     command = ("generate", file, "--out", tmp_path / "run", "--quiet")
     with monkeypatch.context() as patch:
         patch.setattr(generate, "make_images", interrupted)
-        done = call(*command)
-    assert (done.code, len(done.err.splitlines())) == (130, 1)
+        done = call("eval", *command)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (130, 1)
     assert len(row.known_images()) == 2 and not row.finished
     with monkeypatch.context() as patch:
         patch.setattr(generate, "check_images", lambda images, indices: check(images * 0, indices))
-        done = call(*command)
+        done = call("eval", *command)
     black = "image 2 is black: an overflow (give dtype float32 or bfloat16), or a safety checker"
-    assert (done.code, done.err) == (1, f"error: row sd failed: {black}\n")
-    assert call(*command).code == 0 and len(row.made_images()) == 5
+    assert (done.exit_code, done.stderr) == (1, f"error: row sd failed: {black}\n")
+    assert call("eval", *command).exit_code == 0 and len(row.made_images()) == 5

@@ -4,7 +4,7 @@ import copy
 import re
 
 import pytest
-from support.runs import Page, save, told_of
+from support.runs import Page, save
 
 from elfatt_sd.evaluation.records import Estimate
 from elfatt_sd.evaluation.report import charts, load_results, write_report, written_tables
@@ -135,22 +135,26 @@ def test_hardware_is_that_of_the_timing(results):
         assert Results(data).hardware == machine
 
 
+HALF, MORE = (1.4, 1.5, 1.6), (1.8, 1.9, 2.0)  # times as fast: lowest, median, highest
 FIRST = "ToMe-SD 0.1: 1.50 times as fast as the untouched pipeline (1.40–1.60), "  # noqa: RUF001
 
 
 @pytest.mark.parametrize(
     ("ratios", "given", "rounds", "start"),
     [
-        ([1.5, 1.9], [NONE, "worse"], 5, f"{FIRST}not shown to be worse in FD-toy, KD-toy and accuracy, PSNR"),
-        ([1.5], ["better"], 5, f"{FIRST}better in FD-toy and KD-toy, not shown to be worse in accuracy, PSNR"),
-        ([1.5], ["worse"], 5, "No setting is shown to be faster without being worse. ToMe-SD 0.1"),
-        ([1.5, 1.9], [TOO_FEW] * 9, 5, "ToMe-SD 0.3: 1.90 times"),
-        ([], [], 5, "No setting is shown to be faster. ToMe-SD 0.1"),
-        ([2.1], [], 2, "No setting is shown to be faster by 2 rounds of timing (5 are needed). ToMe-SD 0.1: 2.10"),
+        ([HALF, MORE], [NONE, "worse"], 5, f"{FIRST}not shown to be worse in FD-toy, KD-toy and accuracy, PSNR"),
+        ([HALF], ["better"], 5, f"{FIRST}better in FD-toy and KD-toy, not shown to be worse in accuracy, PSNR"),
+        ([HALF], ["worse"], 5, "No setting is shown to be faster without being worse. ToMe-SD 0.1"),
+        ([HALF, MORE], [TOO_FEW] * 9, 5, "ToMe-SD 0.3: 1.90 times"),
+        ([(1.05, 1.1, 1.2)], [], 5, "ToMe-SD 0.1: 1.10 times"),
+        ([(0.97, 1.04, 1.1)], [], 5, "No setting is shown to be faster. ToMe-SD 0.1"),  # across 1
+        ([(1.01, 1.03, 1.06)], [], 5, "No setting is shown to be faster. ToMe-SD 0.1"),  # within the null row's
+        ([HALF], [], 2, "No setting is shown to be faster by 2 rounds of timing (5 are needed). ToMe-SD 0.1: 1.50"),
     ],
 )
 def test_the_headline_names_the_fastest_that_is_not_worse(results, ratios, given, rounds, start):
-    speed(results, [(each - 0.1, each, each + 0.1) for each in ratios], rounds=rounds)
+    """A speed-up is claimed beyond the spread alone."""
+    speed(results, ratios, rounds=rounds)
     shown = verdicts(results, *given)
     said = headline(shown)
     assert said.startswith(start) and recommended(shown).name in start
@@ -163,7 +167,7 @@ def test_the_headline_names_the_fastest_that_is_not_worse(results, ratios, given
 
 def test_a_loss_in_any_figure_keeps_a_row_from_the_headline(results):
     """No gain in one makes up for a loss in another: accuracy, any distance, a metric. The noise is told."""
-    speed(results, [(1.8, 1.9, 2.0), (1.4, 1.5, 1.6)], null=(1.1, 1.2, 1.3))
+    speed(results, [MORE, HALF], null=(1.1, 1.2, 1.3))
     assert recommended(verdicts(results, *["better"] * 9)).name == "ToMe-SD 0.1"
     assert headline(Results(results)).endswith("; untouched timed again: 1.20 times (1.10–1.30).")  # noqa: RUF001
     fastest, *_ = methods(results)
@@ -179,20 +183,6 @@ def test_a_loss_in_any_figure_keeps_a_row_from_the_headline(results):
     said = headline(Results(results))
     assert said.startswith("No setting is shown to be faster without being worse. ToMe-SD 0.1")
     assert ", better in FD-toy" in said and ", worse in KD-toy" in said
-
-
-@pytest.mark.parametrize(
-    ("rounds", "ratios", "claimed"),
-    [
-        (5, (1.05, 1.1, 1.2), True),
-        (5, (0.97, 1.04, 1.1), False),  # across 1
-        (5, (1.01, 1.03, 1.06), False),  # within what the null row does
-        (2, (1.5, 1.6, 1.7), False),
-    ],
-)
-def test_a_speedup_is_claimed_beyond_the_spread_alone(results, rounds, ratios, claimed):
-    said = told_of(speed(results, [ratios], rounds=rounds), "highest median|Fastest")
-    assert said.startswith("Fastest" if claimed else "None is shown to be faster")
 
 
 def test_four_findings(results, sweep, snapshot):
