@@ -90,7 +90,7 @@ def run_command(
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
     from elfatt_sd.evaluation.extraction import is_first
     from elfatt_sd.evaluation.report import load_results
-    from elfatt_sd.evaluation.report.summary import terminal_summary
+    from elfatt_sd.evaluation.report.summary import findings, headline
     from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.stages import evaluate
 
@@ -103,7 +103,9 @@ def run_command(
     quiet_libraries()
     failed = evaluate(Run(out, protocol), _reporter(quiet), reuse=others, show_progress=not quiet)
     if is_first():
-        typer.echo(terminal_summary(load_results(out)))
+        results = load_results(out)
+        for line in (headline(results), *findings(results)):
+            typer.echo(one_line(line))
         typer.echo(f"\n{out / 'report' / 'index.html'}")
         _name_failures(failed)
 

@@ -97,7 +97,6 @@ def main_table(results: Results) -> Table:
 
 def more_table(results: Results) -> Table:
     """Build the table of everything else: other distances, SSIM, cosine, accuracy, UNet time, memory fit."""
-    rows = results.rows
     columns: Columns = [("Pictures", lambda row: _missing(row) if row.images is None else Entry(str(row.images)))]
     for name in results.distances:
         columns += figure_columns(results, name, " ↓") if name != results.distance else []
@@ -105,17 +104,16 @@ def more_table(results: Results) -> Table:
     for name in results.attributes:  # of all attributes the accuracy itself is in the main table
         columns += figure_columns(results, name)[1:] if name == ACCURACY else figure_columns(results, name)[:1]
     columns += [time_column(results, part) for part in PARTS if part != results.time_part]
-    adds = [row.record.cost.multiply_adds for row in rows]
-    plain: dict[str, list[float | None]] = {
-        "Attention density": [row.record.cost.density for row in rows],
-        "Denoiser, 10¹² multiply-adds/img": [each and each / 1e12 for each in adds],
+    plain: dict[str, Callable[[Row], float | None]] = {
+        "Attention density": lambda row: row.record.cost.density,
+        "Denoiser, 10¹² multiply-adds/img": lambda row: (adds := row.record.cost.multiply_adds) and adds / 1e12,
+        "Memory at batch 0, GiB": lambda row: row.memory.intercept_gib,
+        "Fit error, GiB": lambda row: row.memory.fit_error_gib,
     }
-    plain = {title: values for title, values in plain.items() if any(value is not None for value in values)}
-    plain["Memory at batch 0, GiB"] = [row.memory.intercept_gib for row in rows]
-    plain["Fit error, GiB"] = [row.memory.fit_error_gib for row in rows]
-    for title, values in plain.items():
-        known = {row: estimate(value) for row, value in zip(rows, values, strict=True)}
-        columns.append((title, estimates(results, known.__getitem__)))
+    for title, get in plain.items():
+        known = {row: estimate(get(row)) for row in results.rows}
+        if any(known.values()):
+            columns.append((title, estimates(results, known.__getitem__)))
     return make_table(results, columns)
 
 

@@ -10,7 +10,7 @@ from elfatt_sd.evaluation.records import Estimate
 from elfatt_sd.evaluation.report import charts, load_results, write_report, written_tables
 from elfatt_sd.evaluation.report.charts import PAPER, Palette
 from elfatt_sd.evaluation.report.data import Results, shortened
-from elfatt_sd.evaluation.report.summary import findings, headline, recommended, terminal_summary
+from elfatt_sd.evaluation.report.summary import findings, headline, recommended
 from elfatt_sd.evaluation.report.tables import decimals_for, fixed, main_table, more_table, to_markdown
 from elfatt_sd.evaluation.statistics import TOO_FEW
 
@@ -51,16 +51,10 @@ def speed(results, ratios, null=(0.98, 1.0, 1.02), rounds=5):
     return results
 
 
-def test_tables_and_terminal_are_unchanged(results, sweep, snapshot):
+def test_tables_are_unchanged(results, sweep, snapshot):
     """As CSV, Markdown and LaTeX, with all sentences."""
     assert written_tables(Results(results)) == snapshot
     assert to_markdown(main_table(Results(sweep))) == snapshot
-    results["protocol"] |= {"limit": 2, "time": {"repeats": 2}, "memory": {"batches": [1, 2]}}
-    results["rows"][3]["label"] = "a method with a name that is as long as a line of the terminal, or nearly so"
-    text = terminal_summary(Results(results))
-    assert text == snapshot
-    assert all(len(line) <= 80 for line in text.splitlines())
-    assert terminal_summary(Results({**results, "rows": []}))
 
 
 def test_numbers_are_as_in_print_with_the_decimals_that_are_known(results):
@@ -213,7 +207,7 @@ def test_no_verdict_and_no_extrapolated_difference_of_few_classes_is_shown(tmp_p
     page, shown = write_report(load_results(tmp_path)), Results(results)
     texts = [path.read_text(encoding="utf-8") for path in page.parent.glob("table.*")]
     assert all(text.count(TOO_FEW) >= 9 for text in texts) and len(texts) == 3
-    texts += [page.read_text(encoding="utf-8"), terminal_summary(shown), *findings(shown)]
+    texts += [page.read_text(encoding="utf-8"), headline(shown), *findings(shown)]
     assert not any(number in text for text in texts for number in ("2132", "5132", "868.0", "+868"))
     assert not any(re.search(r"\b(better|worse)\b", text) for text in [*texts[:3], *texts[4:]])
     assert sum(item.get("class") == "few" for item in Page(page).all("td")) == 2 * 9, "distance and kernel distance"
