@@ -264,10 +264,11 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ElfattFailure(f"memory not measured at batch {batch}: {said}")
-    result: dict[str, Any] = json.loads(lines[-1])
+        result: dict[str, Any] = {"error": f"memory not measured at batch {batch}: {said}"}
+    else:
+        result = json.loads(lines[-1])
     if "error" in result:
-        raise ElfattError(result["error"])
+        raise ElfattFailure(result["error"])
     return result
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from elfatt_sd.errors import REPORT, ElfattError, need
 from elfatt_sd.evaluation.report.data import Results, load_results
-from elfatt_sd.files import is_full, write_file
+from elfatt_sd.files import write_file
 
 __all__ = ["PAGE", "load_results", "replace_files", "report_files", "write_report", "written_tables"]
 
@@ -44,16 +44,11 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write a report's files into a folder and remove those that a former report left there."""
     if folder.is_symlink():
         raise ElfattError(f"{folder} is a link; a report replaces and removes files, so it takes a folder of its own.")
-    try:
-        for name, content in contents.items():
-            write_file(folder / name, content)
-        for path in {path for pattern in _FILES for path in folder.glob(pattern)}:
-            if path.name not in contents and (path.is_symlink() or path.is_file()):
-                path.unlink()
-    except OSError as error:
-        if is_full(error):
-            raise
-        raise ElfattError(f"The report cannot be written to {folder}: {error.strerror or error}.") from error
+    for name, content in contents.items():
+        write_file(folder / name, content)
+    for path in {path for pattern in _FILES for path in folder.glob(pattern)}:
+        if path.name not in contents and (path.is_symlink() or path.is_file()):
+            path.unlink()
 
 
 def written_tables(results: Results) -> dict[str, str]:
