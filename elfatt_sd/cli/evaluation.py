@@ -90,7 +90,7 @@ def run_command(
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
     from elfatt_sd.evaluation.extraction import is_first
     from elfatt_sd.evaluation.report import load_results
-    from elfatt_sd.evaluation.report.summary import terminal_summary
+    from elfatt_sd.evaluation.report.summary import findings, headline
     from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.stages import evaluate
 
@@ -98,10 +98,14 @@ def run_command(
         quiet_libraries()
         _print_plan(Run(out, protocol), reuse or ())
         return
-    others = _check_early(protocol, out, reuse or ())
+    check_writable(out)
+    others = [Run.open(other) for other in reuse or ()]
+    quiet_libraries()
     failed = evaluate(Run(out, protocol), _reporter(quiet), reuse=others, show_progress=not quiet)
     if is_first():
-        typer.echo(terminal_summary(load_results(out)))
+        results = load_results(out)
+        for line in (headline(results), *findings(results)):
+            typer.echo(one_line(line))
         typer.echo(f"\n{out / 'report' / 'index.html'}")
         _name_failures(failed)
 
@@ -113,9 +117,13 @@ def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet 
     from elfatt_sd.evaluation.extraction import is_first, leave_processes
     from elfatt_sd.evaluation.generate import generate
     from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.stages import first_checks
 
-    others = _check_early(protocol, out, reuse or (), scored=False)
-    run = Run(out, protocol)
+    check_writable(out)
+    for check in first_checks(protocol, scored=False):
+        check()
+    others, run = [Run.open(other) for other in reuse or ()], Run(out, protocol)
+    quiet_libraries()
     with run.writing():
         failed = generate(run, reuse=others, show_progress=not quiet)
         leave_processes()
@@ -191,19 +199,6 @@ def verify_command(
     if problems:
         raise typer.Exit(FAILURE)
     typer.echo(f"{run}: images and figures are as they were made")
-
-
-def _check_early(protocol: Protocol, out: Path, reuse: Sequence[Path], *, scored: bool = True) -> list[Run]:
-    """Check what can be known before anything is loaded; return the runs to take rows from."""
-    from elfatt_sd.evaluation.run import Run
-    from elfatt_sd.evaluation.stages import first_checks
-
-    check_writable(out)
-    for check in first_checks(protocol, scored=scored):
-        check()
-    others = [Run.open(other) for other in reuse]
-    quiet_libraries()
-    return others
 
 
 def _print_plan(run: Run, reuse: Sequence[Path]) -> None:

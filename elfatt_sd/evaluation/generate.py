@@ -7,13 +7,12 @@ would have made.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import io
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,9 +83,17 @@ def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str
     mine = list(enumerate(run.batches))[state.process_index :: state.num_processes]
     pending, failures = _pending(run), dict[str, str]()
     todo = {row.name: [each for each in mine if not row.has_batch(*each)] for row in pending}
-    total = sum(len(batch) for share in todo.values() for _, batch in share)
+    total, made = sum(len(batch) for share in todo.values() for _, batch in share), 0
     shown = show_progress and state.is_main_process
-    with image_progress(total, shares=state.num_processes, shown=shown) as advance:
+    # of several processes only one shows it, and knows of its own share alone
+    unit = "images" if state.num_processes == 1 else f"images of process 1 of {state.num_processes}"
+    with progress_of(unit, every=60, title="generate: {},", shown=shown) as tell:
+
+        def advance(images: int, row: str) -> None:
+            nonlocal made
+            made += images
+            tell(row, made, total)
+
         for row in pending:
             own = make_row(run, pipe, row, todo[row.name], advance)
             reason = next(filter(None, gathered(own)), None)
@@ -147,23 +154,6 @@ def _check_processes(environment: Mapping[str, Any], cells: Sequence[Cell]) -> N
                 f"processes 0 and {number} would make different images ({'; '.join(changed)}); "
                 "launch on machines that are alike."
             )
-
-
-@contextlib.contextmanager
-def image_progress(total: int, *, shares: int = 1, shown: bool) -> Iterator[Callable[[int, str], None]]:
-    """Show progress over all rows; yields a function that takes the number of new images and the row's name.
-
-    Of several processes only one shows it, and knows of its own share alone.
-    """
-    unit, made = "images" if shares == 1 else f"images of process 1 of {shares}", 0
-    with progress_of(unit, every=60, title="generate: {},", shown=shown) as tell:
-
-        def advance(images: int, row: str) -> None:
-            nonlocal made
-            made += images
-            tell(row, made, total)
-
-        yield advance
 
 
 def write_cost(run: Run, pipe: Any = None) -> None:

@@ -45,7 +45,6 @@ from elfatt_sd.runtime.call import rounded
 from elfatt_sd.runtime.layer import choose_layers
 
 WARMUP_STEPS = 5  # enough for every phase of the presets
-STAGES = ("text", "unet", "vae")
 _GIB = 2**30
 _LAUNCHED = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|GROUP_.*)")
 Report = Callable[[str], None]
@@ -198,66 +197,52 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
         if twin in rows:
             rows[cell.name] = {**rows[twin], "same_program_as": twin}
         elif unmeasured:
-            rows[cell.name] = summarize_memory([], [], unmeasured)
+            rows[cell.name] = summarize_memory({}, None, unmeasured)
         else:
             try:
                 rows[cell.name] = _measure_row(protocol, cell, report)
                 programs[program] = cell.name
             except ElfattError as error:
                 errors[cell.name] = str(error)
-                rows[cell.name] = summarize_memory([], [], str(error))
+                rows[cell.name] = summarize_memory({}, None, str(error))
         write_json(path, data)
     return data
 
 
 def _measure_row(protocol: Protocol, cell: Cell, report: Report) -> dict[str, Any]:
     place = f"row {protocol.cells.index(cell) + 1} of {len(protocol.cells)}"
-    results: dict[int, dict[str, Any]] = {}
-    notes = []
+    peaks, notes, kind = dict[int, float](), list[str](), None
     for batch in sorted(set((protocol.memory or Memory()).batches)):
         report(f"memory: {place}, {cell.name}, batch {batch}")
         result = run_worker(protocol, cell, batch)
         if "failed" in result:
             notes.append(result["failed"])
             break  # a larger batch would not fit either
-        if max(result["peaks"].values()) > result.get("loading", 0.0):
-            results[batch] = result
+        kind = result["kind"]
+        if result["peak"] > result["loading"]:
+            peaks[batch] = result["peak"]
         else:
             notes.append(f"batch {batch} took less than loading the model, and is left out")
-    return summarize_memory(list(results), list(results.values()), "; ".join(notes) or None)
+    return summarize_memory(peaks, kind, "; ".join(notes) or None)
 
 
-def summarize_memory(
-    batches: Sequence[int], results: Sequence[Mapping[str, Any]], note: str | None = None
-) -> dict[str, Any]:
-    """Fit a line to the peaks of several batch sizes, over all and for each stage."""
-    summary: dict[str, Any] = {"batches": list(batches), "note": note, "failed": None if results else note}
-    if not results:
-        return summary
-    kind = results[0]["kind"]
-    summary |= {"kind": kind, **_line(batches, [max(result["peaks"].values()) for result in results])}
-    if all(set(STAGES) <= set(result["peaks"]) for result in results):
-        summary["stages"] = {stage: _line(batches, [result["peaks"][stage] for result in results]) for stage in STAGES}
-    if all("reserved" in result for result in results):
-        reserved = _line(batches, [max(result["reserved"].values()) for result in results])
-        summary["reserved"] = {"kind": kind.replace("allocated", "reserved"), **reserved}
-    return summary
-
-
-def _line(batches: Sequence[int], peaks: Sequence[float]) -> dict[str, Any]:
+def summarize_memory(peaks: Mapping[int, float], kind: str | None, note: str | None = None) -> dict[str, Any]:
     """Fit `peak = intercept + slope * batch` by least squares; three points or more give the slope an interval."""
-    line: dict[str, Any] = dict.fromkeys(("gib_per_image", "interval", "intercept_gib", "fit_error_gib"))
-    if (count := len(batches)) > 1:
-        slope, intercept = statistics.linear_regression(batches, peaks)
-        residuals = [peak - intercept - slope * batch for batch, peak in zip(batches, peaks, strict=True)]
-        error = math.sqrt(sum(residual**2 for residual in residuals) / count)
-        line |= {"gib_per_image": slope, "intercept_gib": intercept, "fit_error_gib": error}
+    batches, values, count = [*peaks], [*peaks.values()], len(peaks)
+    summary: dict[str, Any] = {"batches": batches, "note": note, "failed": None if peaks else note}
+    if not peaks:
+        return summary
+    summary |= {"kind": kind, **dict.fromkeys(("gib_per_image", "interval", "intercept_gib", "fit_error_gib"))}
+    if count > 1:
+        slope, intercept = statistics.linear_regression(batches, values)
+        error = math.sqrt(sum((peak - intercept - slope * batch) ** 2 for batch, peak in peaks.items()) / count)
+        summary |= {"gib_per_image": slope, "intercept_gib": intercept, "fit_error_gib": error}
         if count > 2:
             middle = statistics.fmean(batches)
             spread = math.sqrt((count - 2) / count * sum((batch - middle) ** 2 for batch in batches))
             half = student_quantile(0.975, count - 2) * error / spread
-            line["interval"] = [slope - half, slope + half]
-    return {**line, "peaks_gib": list(peaks)}
+            summary["interval"] = [slope - half, slope + half]
+    return {**summary, "peaks_gib": values}
 
 
 def free_memory() -> None:
@@ -279,44 +264,25 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ElfattFailure(f"memory not measured at batch {batch}: {said}")
-    result: dict[str, Any] = json.loads(lines[-1])
+        result: dict[str, Any] = {"error": f"memory not measured at batch {batch}: {said}"}
+    else:
+        result = json.loads(lines[-1])
     if "error" in result:
-        raise ElfattError(result["error"])
+        raise ElfattFailure(result["error"])
     return result
 
 
 @torch.no_grad()
-def measure_peaks(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
-    """Run a row once in this process and read the peak of each stage, or of all where the meter cannot start again."""
+def measure_peak(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
+    """Run a row once in this process and read its peak; and where the meter cannot start again, that of loading."""
     pipe = load_protocol_pipeline(protocol)
     short = dataclasses.replace(protocol, steps=(protocol.memory or Memory()).steps or protocol.steps)
     meter = PeakMeter(denoiser(pipe).device)
-    restarts, peaks, reserved = meter.restart(), dict[str, float](), dict[str, float]()
-    loading = {} if restarts else {"loading": (meter.read() or 0) / _GIB}
-
-    def close(stage: str) -> None:
-        """Read the peak of a stage that has just ended; only its first end counts."""
-        if stage in peaks or (not restarts and stage != "all"):
-            return
-        peaks[stage] = (meter.read() or 0) / _GIB
-        if (held := meter.read_reserved()) is not None:
-            reserved[stage] = held / _GIB
-        meter.restart()
-
-    handles = [
-        denoiser(pipe).register_forward_pre_hook(lambda *_: close("text"), prepend=True),
-        pipe.vae.decoder.register_forward_pre_hook(lambda *_: close("unet")),
-    ]
+    loading = 0 if meter.restart() else meter.read() or 0
     prompts, seeds = _given(protocol, cell, batch)
-    try:
-        with row_patch(pipe, cell, seeds[0]):
-            to_uint8(make_images(pipe, short, prompts, seeds))
-    finally:
-        for handle in handles:
-            handle.remove()
-    close("vae" if restarts else "all")
-    return {"kind": meter.kind, "peaks": peaks, **loading, **({"reserved": reserved} if reserved else {})}
+    with row_patch(pipe, cell, seeds[0]):
+        to_uint8(make_images(pipe, short, prompts, seeds))
+    return {"kind": meter.kind, "peak": (meter.read() or 0) / _GIB, "loading": loading / _GIB}
 
 
 def _worker() -> None:
@@ -326,7 +292,7 @@ def _worker() -> None:
     try:
         if order["code"] != code_hashes():
             raise ElfattError("the code of elfatt_sd was changed during the run; put it back, or give a new folder.")
-        result = measure_peaks(protocol, protocol.cell(order["cell"]), order["batch"])
+        result = measure_peak(protocol, protocol.cell(order["cell"]), order["batch"])
     except Exception as error:
         at = f"at batch {order['batch']}"
         if is_out_of_memory(error):

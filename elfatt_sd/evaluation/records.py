@@ -125,10 +125,6 @@ class Figure(_Valued, frozen=True):
     better: str = ""  # of a metric: `higher`, `lower` or neither
     compares: bool = False  # of a metric: with the untouched images
 
-    @property
-    def extrapolated(self) -> bool:
-        return self.difference.images == "infinite"
-
 
 class Changes(Struct, frozen=True):
     """A measure of each image against the untouched pipeline's, summed up."""
@@ -229,21 +225,16 @@ class Cost(Struct, frozen=True):
     format: Literal[1] = 1
 
 
-class Growth(Struct, frozen=True):
+class MemoryRow(Struct, frozen=True):
     """The line through the peaks of several batch sizes, in GiB."""
 
+    batches: list[Index] = []
+    peaks_gib: list[float] = []
     gib_per_image: float | None = None
     interval: Ends = None
     intercept_gib: float | None = None
     fit_error_gib: float | None = None
-    peaks_gib: list[float] = []
-
-
-class MemoryRow(Growth, frozen=True):
-    batches: list[Index] = []
     kind: str | None = None
-    stages: dict[str, Growth] = {}
-    reserved: Growth = Growth()
     failed: str | None = None
     note: str | None = None
     same_program_as: str | None = None

@@ -76,12 +76,7 @@ class RowFolder:
     def made_images(self) -> list[MadeImage]:
         if not self.finished:
             raise ElfattError(f"{self.manifest} does not exist; row {self.name!r} is not made yet.")
-        made, remedy = self.known_images(), f"delete the file to make row {self.name!r} again"
-        for place, image in enumerate(made):
-            if image.index != place:
-                said = f"index={image.index} of image {place + 1} is not accepted; accepted: {place}"
-                raise ElfattError(f"{self.manifest}: {said}; {remedy}.")
-        return made
+        return self.known_images()
 
     def known_images(self) -> list[MadeImage]:
         """Return what was generated so far, also where the row is not finished."""
@@ -94,7 +89,7 @@ class RowFolder:
     def has_batch(self, number: int, prompts: Sequence[Prompt]) -> bool:
         try:
             made = _images_in(self.batch_file(number), "")
-        except ElfattError:
+        except (ElfattError, OSError):
             return False
         return [each.index for each in made] == [each.index for each in prompts]
 
@@ -113,11 +108,7 @@ class RowFolder:
 
 def _images_in(path: Path, remedy: str) -> list[MadeImage]:
     made, decoder = list[MadeImage](), msgspec.json.Decoder(MadeImage)
-    try:
-        lines = read_plain(path).split(b"\n")  # a prompt may hold other marks that end lines
-    except OSError as error:
-        raise ElfattError(f"{path} cannot be read ({error.strerror}); {remedy}.") from error
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_plain(path).split(b"\n"), 1):  # a prompt may hold other marks that end lines
         try:
             made += [decoder.decode(line)] if line.strip() else []
         except msgspec.MsgspecError as error:

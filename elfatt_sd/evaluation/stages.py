@@ -19,10 +19,11 @@ from elfatt_sd.evaluation.extraction import by_first, check_exists, every_minute
 from elfatt_sd.evaluation.generate import generate, row_costs, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
-from elfatt_sd.evaluation.metrics import MetricChoice, load_metrics
+from elfatt_sd.evaluation.metrics import load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import TOLERANCE, Protocol, decisive, unequal
 from elfatt_sd.evaluation.records import SCORES_FORMAT, ResultsRecord, is_whole, read_data
+from elfatt_sd.evaluation.report import load_results, write_report
 from elfatt_sd.evaluation.run import (
     COST_FILE,
     MEMORY_FILE,
@@ -76,17 +77,11 @@ def _done_before(run: Run) -> dict[str, str]:
 
 def extent(run: Run) -> str:
     """Say how many images a run has, and what they take of the disk, as an estimate."""
-    count = len(run.prompts) * len(run.rows)
-    needed, free = _disk(run)
-    return f"{count} images, {len(run.prompts)} a row, about {needed:.2g} GiB of disk ({free:.3g} GiB are free)"
-
-
-def _disk(run: Run) -> tuple[float, float]:
-    """Return the GiB that a run's images take of the disk, as an estimate, and those that are free."""
-    protocol = run.protocol
-    pixels = len(run.prompts) * len(run.rows) * protocol.frames * protocol.height * protocol.width
+    protocol, count = run.protocol, len(run.prompts) * len(run.rows)
+    needed = count * protocol.frames * protocol.height * protocol.width * _PNG_BYTES_PER_PIXEL / 2**30
     there = next(place for place in (run.folder, *run.folder.absolute().parents) if place.exists())
-    return pixels * _PNG_BYTES_PER_PIXEL / 2**30, shutil.disk_usage(there).free / 2**30
+    free = shutil.disk_usage(there).free / 2**30
+    return f"{count} images, {len(run.prompts)} a row, about {needed:.2g} GiB of disk ({free:.3g} GiB are free)"
 
 
 def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[], Any]]:
@@ -120,15 +115,6 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
     protocol, found = run.protocol, dict[str, None]()
 
-    def disk() -> None:
-        needed, free = _disk(run)
-        if needed > free:
-            said = f"about {needed:.3g} GiB of disk are needed and {free:.3g} are free; make room."
-            raise ElfattError(f"{run.folder}: {said}")
-
-    def metrics(*choices: MetricChoice) -> None:
-        load_metrics(choices, network_device(protocol))
-
     def scores(**changes: Any) -> None:
         part = dataclasses.replace(protocol, **changes)
         score_inputs(part, load_extractors(part))
@@ -145,11 +131,12 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
     except ElfattError as error:
         found[str(error)] = None
         protocol = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
-    checks: list[Callable[[], Any]] = [lambda: check_writable(run.folder), run.check, disk]
+    checks: list[Callable[[], Any]] = [lambda: check_writable(run.folder), run.check]
     checks += [functools.partial(Run.open, other) for other in reuse]
-    checks += [*first_checks(protocol), *(functools.partial(metrics, choice) for choice in protocol.metrics)]
+    checks += first_checks(protocol)
+    checks += [functools.partial(load_metrics, [each], network_device(protocol)) for each in protocol.metrics]
     checks += [functools.partial(scores, extractors=(each,), metrics=()) for each in protocol.extractors]
-    checks += [functools.partial(metrics, *protocol.metrics), scores]
+    checks.append(scores)
     for check in checks:
         with noted():
             check()
@@ -172,9 +159,11 @@ def evaluate(
     Under `accelerate launch` the processes share images and features, and the first one does the rest.
     """
     protocol = run.protocol
+    for check in first_checks(protocol):
+        check()
     with run.writing() as first:
-        for check in [run.check, *first_checks(protocol), lambda: score_inputs(protocol, load_extractors(protocol))]:
-            by_first(check)
+        by_first(run.check)
+        by_first(lambda: score_inputs(protocol, load_extractors(protocol)))
         tell = report if first else lambda line: None
         if not (run.folder / SCORES_FILE).exists():
             tell("reference: begun")
@@ -193,7 +182,8 @@ def evaluate(
         free_memory()
         if protocol.memory is not None:
             failed += _once(run, "memory", MEMORY_FILE, report, lambda: measure_memory(run, report)).items()
-        write_page(run, report)
+        results = {RESULTS_FILE: sha256_of_data(run.write_results())}
+        _once(run, "report", "report/index.html", report, lambda: write_report(load_results(run.folder)), results)
         reasons: dict[str, dict[str, None]] = {}
         for name, reason in failed:
             reasons.setdefault(name, {})[reason] = None
@@ -216,14 +206,6 @@ def score(run: Run, report: Report = print) -> None:
         report(f"score: reference image not readable: {name}")
     for words in dict.fromkeys(part["left_out"] for part in references if part.get("left_out")):
         report(f"score: reference: {words}")
-
-
-def write_page(run: Run, report: Report = print) -> None:
-    """Join the results and write the report; skipped where the results did not change."""
-    from elfatt_sd.evaluation.report import load_results, write_report
-
-    results = {RESULTS_FILE: sha256_of_data(run.write_results())}
-    _once(run, "report", "report/index.html", report, lambda: write_report(load_results(run.folder)), results)
 
 
 def _once(

@@ -19,15 +19,11 @@ from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.stages import evaluate
 
 
-def draw_few_plots(patch: pytest.MonkeyPatch) -> None:
-    """Let reports have one plot: all of them take longer to draw than a small run to be made."""
-    patch.setattr(charts, "_makers", lambda results: [charts.closeness])
-
-
 @pytest.fixture(scope="module", autouse=True)
 def few_plots() -> Iterator[None]:
+    """Reports have one plot: all of them take longer to draw than a small run to be made."""
     with pytest.MonkeyPatch.context() as patch:
-        draw_few_plots(patch)
+        patch.setattr(charts, "PLOTS", [charts.closeness])
         yield
 
 
@@ -71,8 +67,8 @@ def finished_run(workplace: Path, full_protocol: Protocol) -> Path:
     """The folder of a finished run; memory was measured in this process in place of fresh ones."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
-        patch.setattr(measure, "run_worker", measure.measure_peaks)
-        draw_few_plots(patch)
+        patch.setattr(measure, "run_worker", measure.measure_peak)
+        patch.setattr(charts, "PLOTS", [charts.closeness])
         evaluate(Run(workplace / "run", full_protocol), lambda line: None, show_progress=False)
     return workplace / "run"
 
@@ -86,7 +82,7 @@ def shared_cache(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is measured in this process in place of fresh ones."""
-    monkeypatch.setattr(measure, "run_worker", measure.measure_peaks)
+    monkeypatch.setattr(measure, "run_worker", measure.measure_peak)
 
 
 @pytest.fixture

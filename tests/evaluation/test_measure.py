@@ -54,9 +54,9 @@ def weigh(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
     return run
 
 
-def peaks(cell: Cell, batch: int) -> dict[str, Any]:
+def peak(cell: Cell, batch: int) -> dict[str, Any]:
     """What a worker might find."""
-    return {"kind": "VmHWM", "peaks": {"all": 1.0 + batch}}
+    return {"kind": "VmHWM", "peak": 1.0 + batch, "loading": 0.0}
 
 
 def test_a_timed_call_counts_all_and_divides_by_the_images(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,11 +138,11 @@ def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(time: Stage) -> N
     assert (len(data["rows"]["null"]["unet"]["values"]), data["rows"]["null"]["unet"]["ratio"]) == (3, None)
 
 
-SPREAD = ({"until": 1.0, "attention": "cell_spread", "block_order": "spread"},)
-
-
 def chosen(backend: str) -> Cell:
     return Cell("tome", "", "tome", settings={"attention_backend": backend})
+
+
+SPREAD = ({"until": 1.0, "attention": "cell_spread", "block_order": "spread"},)
 
 
 @pytest.mark.parametrize(
@@ -165,15 +165,13 @@ def test_the_kernels_of_a_row(
     pipe = generate.load_protocol_pipeline(timed)
     pipe.unet.to(torch.bfloat16)
     first = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-    asked = []
 
     def takes(query: torch.Tensor) -> bool:
-        asked.append((query.shape[-1], query.device))
+        assert (query.shape[-1], query.device) == (first.to_q.out_features // first.heads, pipe.device)
         return taken and query.dtype == torch.bfloat16
 
     monkeypatch.setattr(attention, "flash_takes", takes)
     assert measure.attention_kernels(pipe, cell) == [kernel]
-    assert set(asked) <= {(first.to_q.out_features // first.heads, pipe.device)}
 
 
 @pytest.mark.parametrize("stage", [measure.measure_time, measure.measure_memory])
@@ -197,143 +195,111 @@ def test_nothing_is_measured_on_another_model(
 
 
 def test_memory_is_the_slope_of_a_line_with_the_interval_that_the_fit_allows() -> None:
-    """Against the textbook's formula for a slope's standard error, times Student's t; and for each stage."""
-    results = [
-        {"kind": "VmHWM", "peaks": {"text": 1.0, "unet": 2 + 0.5 * batch, "vae": 1 + 0.75 * batch}}
-        for batch in (1, 2, 8)
-    ]
-    found = measure.summarize_memory([1, 2, 8], results)
-    assert found["peaks_gib"] == [2.5, 3.0, 7.0], "the largest of the stages, which is not the same one everywhere"
-    slopes = {stage: line["gib_per_image"] for stage, line in found["stages"].items()}
-    assert slopes == pytest.approx({"text": 0.0, "unet": 0.5, "vae": 0.75}) and found["kind"] == "VmHWM"
-    assert found["stages"]["unet"]["intercept_gib"] == pytest.approx(2.0)
-    assert found["stages"]["unet"]["fit_error_gib"] == pytest.approx(0.0, abs=1e-12)
-    peaks, batches = [1.0, 2.2, 2.9, 5.1, 8.8], [1, 2, 3, 5, 9]
-    found = measure.summarize_memory(batches, [{"kind": "VmHWM", "peaks": {"all": peak}} for peak in peaks])
+    """Against the textbook's formula for a slope's standard error, times Student's t."""
+    peaks = {1: 1.0, 2: 2.2, 3: 2.9, 5: 5.1, 9: 8.8}
+    found = measure.summarize_memory(peaks, "VmHWM")
     slope, intercept = found["gib_per_image"], found["intercept_gib"]
-    squares = sum((peak - intercept - slope * batch) ** 2 for batch, peak in zip(batches, peaks, strict=True))
-    error = (squares / 3 / sum((batch - 4) ** 2 for batch in batches)) ** 0.5
-    assert found["fit_error_gib"] == pytest.approx((squares / 5) ** 0.5) and "stages" not in found
+    squares = sum((peak - intercept - slope * batch) ** 2 for batch, peak in peaks.items())
+    error = (squares / 3 / sum((batch - 4) ** 2 for batch in peaks)) ** 0.5
+    assert found["fit_error_gib"] == pytest.approx((squares / 5) ** 0.5)
     assert found["interval"] == pytest.approx([slope - 3.1824 * error, slope + 3.1824 * error], rel=1e-3)
-    two = measure.summarize_memory([1, 2], [{"kind": "VmHWM", "peaks": {"all": peak}} for peak in (1.0, 3.0)])
-    assert (two["gib_per_image"], two["interval"]) == (2.0, None)
+    two = measure.summarize_memory({1: 1.0, 2: 3.0}, "VmHWM")
+    assert (two["gib_per_image"], two["intercept_gib"], two["interval"]) == (2.0, -1.0, None)
 
 
 def test_what_ends_or_hides_a_measurement_is_named_and_rows_go_on(
-    weigh: Stage, timed: Protocol, tmp_path: Path
+    weigh: Stage, timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Out of memory; and a peak that loading hides, where it cannot start anew: the line would be too flat."""
-    asked: list[str] = []
+    """Out of memory; a peak that loading hides, where it cannot start anew: the line would be too flat; an error.
+
+    Only the error is tried again; and all rows are in another environment. A system that does not tell is a result.
+    """
+    asked, broken = list[str](), ["Segmentation fault"]
+    _, _, elfatt, peer = (cell.name for cell in timed.cells)
 
     def worker(cell: Cell, batch: int) -> dict[str, Any]:
         asked.append(cell.name)
-        if batch == 4 or (cell.method == "elfatt" and batch == 2):
+        if cell.peer and broken:
+            raise ElfattFailure(broken.pop())
+        if batch == 4 or (cell.name == elfatt and batch == 2):
             return {"failed": f"out of memory at batch {batch}"}
-        found = {**peaks(cell, batch), "kind": "CUDA allocated", "reserved": {"unet": 9.0}}
-        return {**found, "loading": 2.5 if cell.peer else 0.0}
+        return peak(cell, batch) | {"kind": "CUDA allocated", "loading": 2.5 if cell.peer else 0.0}
 
-    data, elfatt, path = weigh(worker), timed.cells[2].name, tmp_path / measure.MEMORY_FILE
+    data, path = weigh(worker), tmp_path / measure.MEMORY_FILE
     rows = data["rows"]
     assert rows["sd"]["gib_per_image"] == pytest.approx(1.0)
-    assert (rows["sd"]["note"], rows["sd"]["reserved"]["kind"]) == ("out of memory at batch 4", "CUDA reserved")
+    assert (rows["sd"]["note"], rows["sd"]["kind"]) == ("out of memory at batch 4", "CUDA allocated")
     assert (rows[elfatt]["gib_per_image"], rows[elfatt]["peaks_gib"]) == (None, [2.0])
-    hidden = "batch 1 took less than loading the model, and is left out; out of memory at batch 4"
-    assert (rows["tomesd-ratio0.5"]["batches"], rows["tomesd-ratio0.5"]["note"]) == ([2], hidden)
     assert rows["null"]["same_program_as"] == "sd" and "null" not in asked
-    path.write_text(json.dumps({**data, "rows": {"sd": rows["sd"]}}))
+    assert (data["errors"], rows[peer]["failed"]) == ({peer: "Segmentation fault"}, "Segmentation fault")
     asked.clear()
-    assert weigh(worker)["rows"]["sd"] == rows["sd"]
-    assert set(asked) == {elfatt, "tomesd-ratio0.5"}, "finished rows are not measured again"
+    again = weigh(worker)
+    assert (set(asked), again["errors"], again["rows"]["sd"]) == ({peer}, {}, rows["sd"])
+    hidden = "batch 1 took less than loading the model, and is left out; out of memory at batch 4"
+    assert (again["rows"][peer]["batches"], again["rows"][peer]["note"]) == ([2], hidden)
     path.write_text(json.dumps({**data, "environment": {**data["environment"], "device": "a GPU"}}))
-    again = weigh(peaks)
+    again = weigh(peak)
     assert again["environment"] == data["environment"], "memory of two environments is not mixed"
     assert {row["kind"] for row in again["rows"].values()} == {"VmHWM"}
-
-
-def test_a_row_whose_worker_fails_is_told_and_measured_later(
-    weigh: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a system does not tell, that is a result, and no error, which would be tried again for ever."""
-    asked: list[str] = []
-
-    def worker(cell: Cell, batch: int) -> dict[str, Any]:
-        asked.append(cell.name)
-        if cell.peer and "sd" in asked:
-            raise ElfattFailure("Segmentation fault")
-        return peaks(cell, batch)
-
-    data = weigh(worker)
-    assert data["errors"] == {"tomesd-ratio0.5": "Segmentation fault"}
-    assert data["rows"]["tomesd-ratio0.5"]["failed"] == "Segmentation fault"
-    asked.clear()
-    data = weigh(worker)
-    assert (set(asked), data["errors"]) == ({"tomesd-ratio0.5"}, {})
-    assert data["rows"]["tomesd-ratio0.5"]["gib_per_image"] == pytest.approx(1)
-    (tmp_path / measure.MEMORY_FILE).unlink()
+    path.unlink()
     monkeypatch.setattr("elfatt_sd.measure.process_peak", lambda: None)
     data = weigh(lambda *_: pytest.fail("measured"))
-    assert data["errors"] == {}
-    assert {row["failed"].partition(":")[0] for row in data["rows"].values()} == {"not measured"}
+    assert {row["failed"].partition(":")[0] for row in data["rows"].values()} == {"not measured"} and not data["errors"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_fresh_process_measures_every_stage(timed: Protocol, device: str) -> None:
+def test_a_fresh_process_measures_the_peak(timed: Protocol, device: str) -> None:
     result = measure.run_worker(dataclasses.replace(timed, device=device), timed.cells[2], 2)
     assert result["kind"] == {"cpu": "VmHWM", "cuda": "CUDA allocated"}[device]
-    assert set(result["peaks"]) in ({"text", "unet", "vae"}, {"all"})
-    assert all({"cpu": 0.05, "cuda": 1e-4}[device] < peak < 20 for peak in result["peaks"].values())
-    held = result.get("reserved", {})
-    assert set(held) == (set(result["peaks"]) if device == "cuda" else set())
-    assert all(held[stage] >= result["peaks"][stage] for stage in held)
+    assert {"cpu": 0.05, "cuda": 1e-4}[device] < result["peak"] < 20
 
 
-def test_a_worker_that_ends_says_why(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(code: int, stderr: str = "", stdout: str = "") -> dict[str, Any]:
-        done = measure.subprocess.CompletedProcess([], code, stdout, stderr)
-        monkeypatch.setattr(measure.subprocess, "run", lambda *_, **__: done)
-        return measure.run_worker(timed, timed.baseline, 2)
+def test_a_peak_that_cannot_start_anew_comes_with_that_of_loading(
+    timed: Protocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for restarts, loading in ((True, 0.0), (False, 2.0)):
+        readings = iter([3 << 30] if restarts else [2 << 30, 3 << 30])
+        monkeypatch.setattr(measure.PeakMeter, "read", lambda self, readings=readings: next(readings))
+        monkeypatch.setattr(measure.PeakMeter, "restart", lambda self, can=restarts: can)
+        found = measure.measure_peak(timed, timed.baseline, 1)
+        assert (found["peak"], found["loading"]) == (3.0, loading)
 
-    assert ended(-9) == {"failed": "out of memory at batch 2"}
-    with pytest.raises(ElfattFailure, match="memory not measured at batch 2: ValueError: no such thing"):
-        ended(1, "Traceback ...\nValueError: no such thing\n")
-    with pytest.raises(ElfattError, match="no such peer"):
-        ended(0, stdout='{"error": "no such peer"}\n')
+
+MEMORY = "out of memory at batch 2"
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RuntimeError("assert\nCompile with DSA"), {"error": "memory not measured at batch 2: RuntimeError: assert"}),
-        (torch.OutOfMemoryError("CUDA out of memory"), {"failed": "out of memory at batch 2"}),
-        (None, {"error": "memory not measured at batch 2: the code of elfatt_sd was changed during the run"}),
+        (RuntimeError("assert\nCompile with DSA"), "memory not measured at batch 2: RuntimeError: assert"),
+        (torch.OutOfMemoryError("CUDA out of memory"), MEMORY),
+        (None, "memory not measured at batch 2: the code of elfatt_sd was changed during the run"),
+        (-9, MEMORY),
+        (1, "memory not measured at batch 2: ValueError: no such thing"),
     ],
     ids=repr,
 )
 def test_what_goes_wrong_in_a_worker_is_one_line(
-    timed: Protocol, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Any, said: Any
+    timed: Protocol, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Any, said: str
 ) -> None:
+    """An exception there, an edit of the code meanwhile, and a process that ends with a code. Out of memory is none."""
+
     def broken(*_: Any) -> None:
         raise error or pytest.fail("measured")
 
-    code = measure.code_hashes() if error else {"method_sha256": "of what ran before an edit"}
-    order = {"protocol": timed.to_dict(), "cell": "sd", "batch": 2, "code": code}
-    monkeypatch.setattr(measure, "measure_peaks", broken)
-    monkeypatch.setattr(measure.sys, "stdin", io.StringIO(json.dumps(order)))
-    measure._worker()
-    found = json.loads(capsys.readouterr().out)
-    assert {key: text.partition(";")[0] for key, text in found.items()} == said
+    def run(command: list[str], *, input: str, **_: Any) -> Any:
+        if isinstance(error, int):
+            return done([], error, "", "Traceback ...\nValueError: no such thing\n")
+        order = json.loads(input) | ({} if error else {"code": {"method_sha256": "of what ran before an edit"}})
+        monkeypatch.setattr(measure.sys, "stdin", io.StringIO(json.dumps(order)))
+        measure._worker()
+        return done([], 0, capsys.readouterr().out, "")
 
-
-def test_stages_are_told_apart(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reading of the meter belongs to the part of the pipeline that has just run."""
-    running = ["text"]
-    pipe = generate.load_protocol_pipeline(timed)
-    pipe.unet.register_forward_hook(lambda *_: running.append("unet"))
-    pipe.vae.decoder.register_forward_hook(lambda *_: running.append("vae"))
-    monkeypatch.setattr(measure, "load_protocol_pipeline", lambda *_: pipe)
-    monkeypatch.setattr(measure.PeakMeter, "read", lambda self: {"text": 1, "unet": 2, "vae": 3}[running[-1]] << 30)
-    for restarts, expected in ((True, {"text": 1.0, "unet": 2.0, "vae": 3.0}), (False, {"all": 3.0})):
-        running[:] = ["text"]
-        monkeypatch.setattr(measure.PeakMeter, "restart", lambda self, can=restarts: can)
-        found = measure.measure_peaks(timed, timed.baseline, 1)
-        assert (found["peaks"], found.get("loading")) == (expected, None if restarts else 1.0)
+    done = measure.subprocess.CompletedProcess
+    monkeypatch.setattr(measure, "measure_peak", broken)
+    monkeypatch.setattr(measure.subprocess, "run", run)
+    if said == MEMORY:
+        assert measure.run_worker(timed, timed.baseline, 2) == {"failed": MEMORY}
+    else:
+        with pytest.raises(ElfattError, match=said):
+            measure.run_worker(timed, timed.baseline, 2)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from support import runs
+from support.commands import call
 from support.runs import full_overrides, row_of
 
-from elfatt_sd.cli import app
 from elfatt_sd.cli.evaluation import build_protocol
 from elfatt_sd.errors import ElfattError, ElfattFailure
-from elfatt_sd.evaluation import extraction, generate, stages
+from elfatt_sd.evaluation import generate, stages
 from elfatt_sd.evaluation.metrics import MetricChoice
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.run import Run
@@ -38,14 +37,16 @@ def evaluate(run_dir: Path, protocol: Protocol, lines: list[str] | None = None) 
 def fake_stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes time and memory write what they are given, and find errors."""
 
-    def fake(content: dict[str, bytes], time: dict[str, str], memory: dict[str, str]) -> None:
-        for stage, errors in (("time", time), ("memory", memory)):
-
-            def write(run: Run, report: Any, stage: str = stage, errors: dict[str, str] = errors) -> dict[str, Any]:
+    def fake(content: dict[str, bytes], **errors: dict[str, str]) -> None:
+        def write(stage: str) -> Callable[..., dict[str, Any]]:
+            def measure(run: Run, report: Any) -> dict[str, Any]:
                 (run.folder / f"{stage}.json").write_bytes(content[f"{stage}.json"])
-                return {"errors": dict(errors)}
+                return {"errors": dict(errors.get(stage, {}))}
 
-            monkeypatch.setattr(stages, f"measure_{stage}", write)
+            return measure
+
+        for stage in ("time", "memory"):
+            monkeypatch.setattr(stages, f"measure_{stage}", write(stage))
 
     return fake
 
@@ -78,7 +79,7 @@ def test_what_a_stage_wrote_is_made_again_where_it_is_lost(
         (copy / name).write_bytes(content[:-9] if damage == "torn" else other)
         if damage == "lost":
             (copy / name).unlink()
-    fake_stages(done, {}, {})
+    fake_stages(done)
     assert evaluate(copy, full_protocol) == {}
     assert json.loads((copy / "stages.json").read_text()).keys() == {*STAGES}
     for name, content in done.items():
@@ -104,18 +105,6 @@ def test_other_images_are_scored_anew_but_not_timed_anew(
     assert runs.tree(lost) == runs.tree(row_of(finished_run, full_protocol.cells[2]).folder)
 
 
-def test_reference_pictures_that_cannot_be_read_are_named(copy: Path, full_protocol: Protocol) -> None:
-    scores = json.loads((copy / "scores.json").read_text())
-    next(iter(scores["references"].values()))["unreadable"] = ["a.JPEG (truncated)"]
-    (copy / "scores.json").write_text(json.dumps(scores))
-    lines: list[str] = []
-    stages.score(Run(copy, full_protocol), lines.append)
-    assert lines == ["score: done before", "score: reference image not readable: a.JPEG (truncated)"]
-    stages.write_page(Run.open(copy), lines.append)
-    page = (copy / "report" / "index.html").read_text()
-    assert "1 reference image could not be read: a.JPEG (truncated)." in page
-
-
 def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
     full_protocol: Protocol,
     finished_run: Path,
@@ -128,14 +117,14 @@ def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
     monkeypatch.setattr(generate, "make_row", lambda run, pipe, row, *rest: (
         failing.get(row.name) or real(run, pipe, row, *rest)
     ))  # fmt: skip
-    fake_stages(measured(finished_run), {**failing, "sd": "no such thing"}, {"sd": "out of memory"})
+    fake_stages(measured(finished_run), time={**failing, "sd": "no such thing"}, memory={"sd": "out of memory"})
     failed = evaluate(tmp_path / "run", full_protocol)
     assert failed == {"null": "image 0 is black", "sd": "no such thing; out of memory"}
     rows = {row["cell"]: row for row in json.loads((tmp_path / "run" / "results.json").read_text())["rows"]}
     assert (rows["null"]["failed"], rows["null"]["distances"], rows["sd"]["failed"]) == ("image 0 is black", None, None)
     assert rows["sd"]["distances"]
     failing.clear()
-    fake_stages(measured(finished_run), {}, {})
+    fake_stages(measured(finished_run))
     for again in (True, False):
         lines: list[str] = []
         assert evaluate(tmp_path / "run", full_protocol, lines) == {}
@@ -145,12 +134,12 @@ def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
 def test_a_baseline_that_fails_ends_the_run_at_once(
     full_protocol: Protocol, shared_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(generate, "make_row", lambda run, pipe, row, *_: made.append(row.name) or "image 0 is black")
+    monkeypatch.setattr(
+        generate, "make_row", lambda run, pipe, row, *_: "it is black" if row is run.baseline else pytest.fail("begun")
+    )
     last_first = dataclasses.replace(full_protocol, cells=full_protocol.cells[::-1])
-    with pytest.raises(ElfattFailure, match=r"'sd', the baseline, has no images: image 0 is black"):
+    with pytest.raises(ElfattFailure, match=r"'sd', the baseline, has no images: it is black"):
         evaluate(tmp_path / "run", last_first)
-    assert made == ["sd"]
 
 
 def test_a_torn_reference_picture_costs_no_images(
@@ -177,12 +166,11 @@ def test_a_torn_reference_picture_costs_no_images(
     ("changes", "named"),
     [
         ({}, []),
-        ({"model": "/nowhere/sd", "extractors": ("clip:/nowhere/clip",)}, ["/nowhere/sd", "/nowhere/clip"]),
-        ({"metrics": (MetricChoice("no_module:f"),), "device": "abacus"}, ["no_module:f", "device='abacus'"]),
         (
-            {"device": "abacus", "extractors": ("clip:/nowhere/a", "clip:/nowhere/b")},
-            ["device='abacus'", "/nowhere/a", "/nowhere/b"],
+            {"device": "abacus", "model": "/nowhere/sd", "extractors": ("clip:/nowhere/a", "clip:/nowhere/b")},
+            ["device='abacus'", "/nowhere/sd", "/nowhere/a", "/nowhere/b"],
         ),
+        ({"metrics": (MetricChoice("no_module:f"),)}, ["no_module:f"]),
         ({"height": 33}, ["height=33 is not accepted"]),
         ({"metrics": (MetricChoice("prdc"),), "limit": 5}, ["metric 'prdc' needs more than 5 images and reference"]),
     ],
@@ -196,25 +184,6 @@ def test_every_obstacle_is_named_once(
     assert not (tmp_path / "new").exists()
 
 
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Call = Callable[..., Done]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str], shared_cache: None) -> Call:
-    def run(*words: object) -> Done:
-        with pytest.raises(SystemExit) as end:
-            app(["eval", *map(str, words)], prog_name="elfatt-sd")
-        return Done(int(end.value.code or 0), *capsys.readouterr())
-
-    return run
-
-
 @pytest.fixture
 def file(tmp_path: Path, workplace: Path) -> Path:
     return runs.write_protocol(tmp_path, workplace / "sd15")
@@ -224,67 +193,53 @@ def sets(overrides: list[str]) -> list[str]:
     return [word for override in overrides for word in ("--set", override)]
 
 
+@pytest.mark.usefixtures("shared_cache")
 def test_run_prints_the_page_and_the_other_commands_work_on_it(
-    call: Call, workplace: Path, file: Path, in_process: None, tmp_path: Path
+    workplace: Path, file: Path, in_process: None, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    done = call("run", file, "--out", run_dir, "--limit", 3, "--quiet", *sets(full_overrides(workplace)))
-    assert done.code == 0, done.err
-    table, _, path = done.out.strip().rpartition("\n\n")
+    done = call("eval", "run", file, "--out", run_dir, "--limit", 3, "--quiet", *sets(full_overrides(workplace)))
+    assert done.exit_code == 0, done.stderr
+    said, _, path = done.stdout.strip().rpartition("\n\n")
     page = Path(path)
     assert page == run_dir / "report" / "index.html" and page.is_file()
-    assert "Difference" in table and "(null row)" in table and "A quick look" in table
-    assert all(len(line) <= 80 for line in table.splitlines())
+    assert "\nNo verdicts" in said and "A quick look: every row was limited to 3 images" in said
     assert Run.open(run_dir).protocol.limit == len(Run.open(run_dir).baseline.made_images()) == 3
-    assert call("score", run_dir, "--quiet").code == 0
+    assert call("eval", "score", run_dir, "--quiet").exit_code == 0
     page.unlink()
-    assert call("report", run_dir).code == 0 and page.is_file()
-    done = call("verify", run_dir)
-    assert (done.code, done.err) == (0, "")
+    assert call("eval", "report", run_dir).exit_code == 0 and page.is_file()
+    done = call("eval", "verify", run_dir)
+    assert (done.exit_code, done.stderr) == (0, "")
     Run.open(run_dir).rows[1].image_file(1).unlink()
-    done = call("verify", run_dir)
-    assert (done.code, len(done.err.splitlines())) == (1, 1) and "null/images/00001.png: deleted" in done.err
+    done = call("eval", "verify", run_dir)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1) and "null/images/00001.png: deleted" in done.stderr
 
 
-def test_dry_run_prints_and_makes_nothing(call: Call, workplace: Path, file: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("shared_cache")
+def test_dry_run_prints_and_makes_nothing(workplace: Path, file: Path, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace("SD (Baseline)", "[/b] :star: \\u001b[2J"))  # printed as it is
     new = ["--out", tmp_path / "run", "--dry-run"]
-    done = call("run", file, *new, *sets(full_overrides(workplace)))
-    assert (done.code, done.err) == (0, "")
+    done = call("eval", "run", file, *new, *sets(full_overrides(workplace)))
+    assert (done.exit_code, done.stderr) == (0, "")
     parts = [r"[/b] :star: \x1b[2J", "tomesd-ratio0.5", "20 images, 5 a row, about", "GiB are free"]
     parts += ["to do: 20 images of 4 steps, score, time, memory, report"]
-    assert [part for part in parts if part not in done.out] == []
+    assert [part for part in parts if part not in done.stdout] == []
     assert not (tmp_path / "run").exists()
-    done = call("run", "toy", "--dry-run", *sets(["height=64", "width=64"]), "--out", file, "--reuse", file)
-    assert done.code == 2 and "cannot be written" in done.err and "holds no run" in done.err
+    done = call("eval", "run", "toy", "--dry-run", *sets(["height=64", "width=64"]), "--out", file, "--reuse", file)
+    assert done.exit_code == 2 and "cannot be written" in done.stderr and "holds no run" in done.stderr
     assert build_protocol("toy", model="models/\N{GRINNING FACE}é").model == "models/\N{GRINNING FACE}é"
 
 
-def test_reference_says_what_it_found(
-    call: Call, workplace: Path, file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk of the cache is one line; that of the run is tested with what it keeps."""
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_reference_says_what_it_found(workplace: Path, file: Path, own_cache: Path) -> None:
     overrides = sets([line for line in full_overrides(workplace) if "reference" not in line])
-    command = ("reference", file, "--reference", workplace / "val", "--allow-count", *overrides)
-    with monkeypatch.context() as patch:
-        patch.setattr(extraction, "atomic_file", full)
-        done = call(*command)
-    assert (done.code, len(done.err.splitlines())) == (1, 1)
-    assert f"no space left on the disk of {own_cache}" in done.err
-    done = call(*command)
-    assert done.code == 0 and '"count": 12' in done.out
+    done = call("eval", "reference", file, "--reference", workplace / "val", "--allow-count", *overrides)
+    assert done.exit_code == 0 and '"count": 12' in done.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
         (("--limit", "1"), ("1 image a row has no distance", "at least 2")),
-        (("--set", "height=33"), ("height=33 is not accepted",)),
-        (("--set", "steps=5000"), ("steps=5000 is not accepted; give a whole number from 1 to 1000",)),
         (("--set", "steps=6", "--out", "RUN"), ("steps: 4 there, 6 here", "--reuse")),
         (("--reference", ""), ("reference.source is missing",)),
         (("--reference", "FILE.npz"), ("file.npz",)),
@@ -294,7 +249,7 @@ def test_reference_says_what_it_found(
     ],
 )
 def test_wrong_use_is_one_line_before_any_work(
-    call: Call, copy: Path, workplace: Path, file: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str]
+    copy: Path, workplace: Path, file: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str]
 ) -> None:
     """RUN is a run of another specification, OWN a folder of the run's, FILE.npz holds nothing of use."""
     (tmp_path / "file.npz").write_bytes(b"not the published file")
@@ -302,14 +257,14 @@ def test_wrong_use_is_one_line_before_any_work(
         (tmp_path / "new" / "cells").mkdir(parents=True)
     places = {"RUN": copy, "FILE.npz": tmp_path / "file.npz", "OWN": tmp_path / "new" / "cells"}
     given = ["--limit", 2, *(places.get(word, word) for word in words)]
-    done = call("run", file, "--out", tmp_path / "new", "--quiet", *sets(full_overrides(workplace)), *given)
-    assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
-    assert [part for part in parts if part not in done.err] == [], done.err
+    done = call("eval", "run", file, "--out", tmp_path / "new", "--quiet", *sets(full_overrides(workplace)), *given)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert [part for part in parts if part not in done.stderr] == [], done.stderr
     assert {path.name for path in (tmp_path / "new").glob("*")} <= {".lock", "cells"}
 
 
 def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
-    call: Call, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the baseline the others are not begun; what was made is kept."""
     draw, check = generate.make_images, generate.check_images
@@ -323,12 +278,12 @@ def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
     command = ("generate", file, "--out", tmp_path / "run", "--quiet")
     with monkeypatch.context() as patch:
         patch.setattr(generate, "make_images", interrupted)
-        done = call(*command)
-    assert (done.code, len(done.err.splitlines())) == (130, 1)
+        done = call("eval", *command)
+    assert (done.exit_code, len(done.stderr.splitlines())) == (130, 1)
     assert len(row.known_images()) == 2 and not row.finished
     with monkeypatch.context() as patch:
         patch.setattr(generate, "check_images", lambda images, indices: check(images * 0, indices))
-        done = call(*command)
+        done = call("eval", *command)
     black = "image 2 is black: an overflow (give dtype float32 or bfloat16), or a safety checker"
-    assert (done.code, done.err) == (1, f"error: row sd failed: {black}\n")
-    assert call(*command).code == 0 and len(row.made_images()) == 5
+    assert (done.exit_code, done.stderr) == (1, f"error: row sd failed: {black}\n")
+    assert call("eval", *command).exit_code == 0 and len(row.made_images()) == 5

@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("run")
     runs.build_run(folder, images=2, size=32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(charts, "_makers", lambda results: [charts.differences, charts.memory])
+        patch.setattr(charts, "PLOTS", [charts.differences, charts.PLOTS[3]])
         yield folder
 
 
@@ -69,7 +69,7 @@ def test_what_is_published_is_of_one_piece_and_removes_nothing_else(run: Path, t
     target, results = publish(load_results(run), tmp_path), json.loads((run / "results.json").read_text())
     assert json.loads((target / "results.json").read_text()) == results
     tables = {"table.md", "table.csv", "table.tex", "difference.png"}
-    assert names(target) == {"results.json", "index.html", "memory.png"} | tables
+    assert names(target) == {"results.json", "index.html", "distance_memory.png"} | tables
     (target / "README.md").write_text("by hand")
     for row in results["rows"]:
         row["memory"] = None

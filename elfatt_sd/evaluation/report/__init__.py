@@ -11,16 +11,9 @@ from pathlib import Path
 
 from elfatt_sd.errors import REPORT, ElfattError, need
 from elfatt_sd.evaluation.report.data import Results, load_results
-from elfatt_sd.files import is_full, write_file
+from elfatt_sd.files import write_file
 
-__all__ = [
-    "PAGE",
-    "load_results",
-    "replace_files",
-    "report_files",
-    "write_report",
-    "written_tables",
-]
+__all__ = ["PAGE", "load_results", "replace_files", "report_files", "write_report", "written_tables"]
 
 PAGE = "index.html"
 _FILES = (PAGE, "table.*", "*.png", "written.json")  # the last one of earlier versions
@@ -51,28 +44,28 @@ def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Write a report's files into a folder and remove those that a former report left there."""
     if folder.is_symlink():
         raise ElfattError(f"{folder} is a link; a report replaces and removes files, so it takes a folder of its own.")
-    try:
-        for name, content in contents.items():
-            write_file(folder / name, content)
-        for path in {path for pattern in _FILES for path in folder.glob(pattern)}:
-            if path.name not in contents and (path.is_symlink() or path.is_file()):
-                path.unlink()
-    except OSError as error:
-        if is_full(error):
-            raise
-        raise ElfattError(f"The report cannot be written to {folder}: {error.strerror or error}.") from error
+    for name, content in contents.items():
+        write_file(folder / name, content)
+    for path in {path for pattern in _FILES for path in folder.glob(pattern)}:
+        if path.name not in contents and (path.is_symlink() or path.is_file()):
+            path.unlink()
 
 
 def written_tables(results: Results) -> dict[str, str]:
     """Return the table in its three written forms, by the names of their files."""
     from elfatt_sd.evaluation.report import tables
-    from elfatt_sd.evaluation.report.data import comparable_words
-    from elfatt_sd.evaluation.report.summary import findings, headline
+    from elfatt_sd.evaluation.report.summary import comparison, findings, headline
 
     main, metrics, escape = tables.main_table(results), tables.metrics_table(results), tables.md_escape
-    said, words = headline(results), comparable_words(results)
+    said, words = headline(results), comparison(results)
     bullets = "".join(f"- {escape(sentence)}\n" for sentence in findings(results))
     parts = [f"# {escape(results.name)}", escape(said), bullets, tables.to_markdown(main), escape(words)]
+    if results.published:
+        titles, lines = tables.published_table(results)
+        parts += [
+            f"## Published figures ({escape(results.source)})",
+            tables.md_table(titles, lines, [title != "Method" for title in titles]),
+        ]
     parts += ["## Further metrics", tables.to_markdown(metrics)] if metrics else []
     parts += ["## More measures", tables.to_markdown(tables.more_table(results))]
     written = {

@@ -11,7 +11,7 @@ import io
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elfatt_sd.config import COLOURED
@@ -112,7 +112,7 @@ class Mark(NamedTuple):
 def _strips(
     results: Results, palette: Palette, marks: Sequence[Mark], label: str, words: tuple[str, str, str]
 ) -> Chart:
-    """Draw marks below each other, the first on top, with a dashed line at the untouched pipeline's value."""
+    """Draw marks below each other, the first on top."""
     wide = 1 + results.crowded
     figure, axes = figure_and_axes(0.9 + 0.27 * len(marks), WIDTH * (1.4 if results.crowded else 1))
     axes.set_yticks(range(len(marks)), [shortened(mark.row.name, wide * _NAME) for mark in marks])
@@ -130,8 +130,6 @@ def _strips(
             axes.hlines(place, *value.ends, color=style.colour, linewidth=2.2)
         face, edge = style.colour if mark.filled else PAPER, PAPER if mark.each else style.colour
         axes.plot(value.value, place, style.marker, color=face, markeredgecolor=edge, markersize=6.5)
-        if mark.row.role == BASELINE:
-            axes.axvline(value.value, color=BASE, linewidth=0.8, linestyle="--", zorder=1)
         figures = f"{fixed(value.value, decimals)} {interval(value, decimals)}".strip()
         points.append(f"{mark.row.name}: {figures}{mark.said}")
     return Chart(*words, figure, points)
@@ -187,38 +185,6 @@ def closeness(results: Results, palette: Palette) -> Chart | str:
     )
     words = "closeness", "Closeness to the untouched images", caption
     return _strips(results, palette, marks, "PSNR to untouched, dB (right is closer)", words)
-
-
-def memory(results: Results, palette: Palette) -> Chart | str:
-    """Draw the memory that one more image of a batch takes."""
-    marks = []
-    for row in results.rows:
-        if row.slope is not None:
-            peaks = zip(row.memory.batches, row.memory.peaks_gib, strict=False)
-            said = ", ".join(f"{peak:.4g} at {batch}" for batch, peak in peaks)
-            marks.append(Mark(row, row.slope, (), f", peaks by batch {said}" if said else ""))
-    if not marks:
-        return "Memory per image: memory was not measured."
-    caption = (
-        "The slope of the line through the peaks of several batch sizes, each of a fresh process, with the 95 % "
-        "interval that the fit allows. Dashed: untouched."
-    )
-    return _strips(results, palette, marks, _ACROSS["memory"], ("memory", "Memory per image", caption))
-
-
-def timing(results: Results, palette: Palette, part: str) -> Chart | str:
-    """Draw every raw timing of each row, and their median."""
-    marks = []
-    for row in results.rows:
-        values, middle = row.timed[part].values, row.timed[part].seconds_per_image
-        if values and middle is not None:
-            said = f" s, {len(values)} repeats from {min(values):.4g} to {max(values):.4g}"
-            marks.append(Mark(row, Estimate(middle), values, said))
-    if not marks:
-        return f"Timing, {PARTS[part]}: time was not measured."
-    caption = "Every repeat is one stroke, the symbol is the median. The methods are interleaved in one run. Dashed: "
-    words = f"timing_{part}", f"Time, {PARTS[part]}: every measurement", f"{caption}untouched."
-    return _strips(results, palette, marks, _ACROSS[part], words)
 
 
 # Plots of one figure over another.
@@ -401,7 +367,7 @@ class Plot(NamedTuple):
 def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str]]:
     """Draw every plot for which the run has figures."""
     with drawing():
-        made = [make(results, palette) for make in _makers(results)]
+        made = [make(results, palette) for make in PLOTS]
         charts = [chart for chart in made if isinstance(chart, Chart)]
         plots = [Plot(chart, _inline_svg(chart), to_png(chart.figure)) for chart in charts]
     return plots, [line for line in made if isinstance(line, str)]
@@ -424,10 +390,12 @@ def to_png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _makers(results: Results) -> Iterable[Callable[[Results, Palette], Chart | str]]:
-    over = [functools.partial(distance_over, what=what) for what in (*PARTS, "memory")]
-    timings = [functools.partial(timing, part=part) for part in PARTS]
-    return [differences, *over, closeness, closeness_over_time, memory, *timings]
+PLOTS: Sequence[Callable[[Results, Palette], Chart | str]] = (
+    differences,
+    *(functools.partial(distance_over, what=what) for what in (*PARTS, "memory")),
+    closeness,
+    closeness_over_time,
+)
 
 
 def _inline_svg(chart: Chart) -> str:

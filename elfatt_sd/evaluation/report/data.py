@@ -1,4 +1,4 @@
-"""A run as its report reads it: `results.json` as Structs, a name for every row, and the published figures."""
+"""A run as its report reads it: `results.json` as Structs, and a name for every row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 from msgspec import structs
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.protocols import PRINTED
 from elfatt_sd.evaluation.records import (
     Changes,
     Figure,
@@ -61,8 +60,6 @@ class Row:
         self.changes: dict[str, Changes] = {measure: getattr(record.paired, measure) for measure in MEASURES}
         self.image_classes = record.paired.classes  # of every image; empty where they were not kept
         self.timed: dict[str, Seconds] = {part: getattr(record.time, part) for part in PARTS}
-        stages = {**self.memory.stages, "reserved": self.memory.reserved}
-        self.stages = {stage: growth.gib_per_image for stage, growth in stages.items()}  # GiB
         self.identical = self.changes["psnr"].identical  # images that equal the baseline's in every pixel
         self.mostly_identical = 2 * (self.identical or 0) > (self.images or 0)
         # Mean PSNR of the images that differ; None where most are identical.
@@ -140,7 +137,7 @@ class Results:
         return f"{device}, {threads} thread{several}" if device and threads and not self.machine.get("cuda") else device
 
     def extrapolated(self, name: str) -> bool:
-        return any(row.figure(name).extrapolated for row in self.rows)
+        return any(row.figure(name).difference.images == "infinite" for row in self.rows)
 
     def withheld(self, name: str) -> bool:
         """Tell whether differences are not shown: extrapolated, of too few classes."""
@@ -197,56 +194,3 @@ def _varied_settings(records: Sequence[ResultRow]) -> list[str]:
         return len(values) > len(methods)
 
     return sorted((name for name in names if name == "ratio" or varies(name)), key=lambda name: name != "ratio")
-
-
-# Published figures, and what keeps them from being compared with those of the run.
-
-FIGURES = dict(zip(PRINTED, (("FID ↓", 1), ("s/img", 3), ("GB/img", 2)), strict=True))
-_USUAL: dict[str, Any] = {
-    "scheduler": "PLMS", "steps": 50, "guidance": 7.5, "width": 512, "height": 512, "dtype": "float16",
-    "prompts": "those of the labels", "images per row": 2000,
-    "distance": "FID (pytorch-fid)",  # as this harness names it
-}  # fmt: skip
-_MERGING = {"distance": "FID (pytorch-fid) (5000 reference images, cropped to 512)"}
-_PROTOCOLS = {  # of the published tables
-    "Token Merging for Fast Stable Diffusion": _USUAL | _MERGING,
-    "tabSD": _USUAL,
-    "tabSDa1": _USUAL,
-    "tabSDa2": _USUAL | {"dtype": "bfloat16"},
-}
-
-
-def comparable_words(results: Results) -> str:
-    """Say how far the published figures can be compared with those of the run, and which conditions differ."""
-    if not results.published:
-        return "No published table belongs to this protocol; a number means nothing without its protocol's name."
-    asked = _PROTOCOLS.get(results.source, {})
-    others = sorted({row.images for row in results.rows if row.images} - {asked.get("images per row")})
-    own = {"prompts": (results.protocol.get("prompts") or {}).get("file") or _USUAL["prompts"]}
-    own |= {"images per row": others[0]} if others else {}
-    here = {**asked, **results.protocol, "distance": results.distance, **own}
-    different = ", ".join(
-        f"{name} {setting_text(here[name])} in place of {setting_text(wanted)}"
-        for name, wanted in asked.items()
-        if here[name] != wanted
-    )
-    start = f"This is not the published protocol: {different}. " if different else ""
-    return start + (
-        "Compare the direction of differences to the untouched pipeline and ratios of times, not values: they move "
-        "with weights, resizing and random numbers, and published ones come without intervals."
-    )
-
-
-def published_for(results: Results, row: Row) -> Mapping[str, Any] | None:
-    """Return the published row with the same label and settings."""
-
-    def program(label: object, settings: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
-        named = {key: setting_text(value) for key, value in settings.items() if value is not None}
-        return str(label).lower().replace("(baseline)", "").strip(), named
-
-    ours = program(row.record.label, {} if row.role == BASELINE else row.settings)
-    for other in results.published if row.role != NULL else ():
-        settings = {key: value for key, value in other.items() if key not in ("label", *FIGURES)}
-        if program(other.get("label"), settings) == ours:
-            return other
-    return None

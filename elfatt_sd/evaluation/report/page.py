@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.report.charts import METHODS, METHODS_DARK, Palette, Plot
-from elfatt_sd.evaluation.report.data import NULL, PARTS, Results, Row, comparable_words, is_kernel
-from elfatt_sd.evaluation.report.summary import findings, headline, recommended
+from elfatt_sd.evaluation.report.data import NULL, PARTS, Results, Row, is_kernel
+from elfatt_sd.evaluation.report.summary import comparison, findings, headline, recommended
 from elfatt_sd.evaluation.report.tables import main_table, metrics_table, more_table, published_table, shown
 from elfatt_sd.evaluation.run import RowFolder
 from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
@@ -72,11 +72,9 @@ class Pictures:
         return RowFolder(self.results.folder / "cells" / row.cell)
 
     def latents(self, count: int) -> list[int]:
-        """Choose indices evenly from those that most rows have, unfinished rows left aside."""
-        finished = [row for row in self.made if not row.failed] or self.made
-        held = [self.made[row] for row in finished]
-        votes = {index: sum(index in have for have in held) for have in held for index in have}
-        shared = sorted(index for index, number in votes.items() if number == max(votes.values()))
+        """Choose indices evenly from those that all rows have, unfinished rows left aside."""
+        held = [set(made) for row, made in self.made.items() if not row.failed] or [*map(set, self.made.values())]
+        shared = sorted(set.intersection(*held)) if held else []
         count = min(count, len(shared))
         return [shared[(2 * place + 1) * len(shared) // (2 * count)] for place in range(count)]
 
@@ -129,7 +127,7 @@ def _data_uri(path: Path, sha256: str, detail: Detail, frames: int, rate: float)
         options |= {"save_all": True, "append_images": rest, "duration": round(1000 * every / rate), "loop": 0}
     stream = io.BytesIO()
     first.save(stream, "WEBP", **options)
-    return f"data:image/webp;base64,{_base64(stream.getvalue())}", ""
+    return f"data:image/webp;base64,{base64.b64encode(stream.getvalue()).decode()}", ""
 
 
 MAX_BYTES = 5 * 1000 * 1000
@@ -159,7 +157,7 @@ def render_page(results: Results, plots: Sequence[Plot], missing: Sequence[str],
         "metrics": metrics_table(results),
         "more": more_table(results),
         "published": published_table(results),
-        "comparable": comparable_words(results),
+        "comparable": comparison(results),
         "kernels": [name for name in results.distances if is_kernel(name)],
         "too_few": TOO_FEW,
         "fewest": FEWEST_CLASSES,
@@ -169,7 +167,7 @@ def render_page(results: Results, plots: Sequence[Plot], missing: Sequence[str],
         "plots": plots,
         "missing": missing,
         "downloads": {
-            name: f"data:{_TYPES[Path(name).suffix]};charset=utf-8;base64,{_base64(text.encode())}"
+            name: f"data:{_TYPES[Path(name).suffix]};charset=utf-8;base64,{base64.b64encode(text.encode()).decode()}"
             for name, text in files.items()
         },
     }
@@ -191,10 +189,6 @@ def page_template(path: Path) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     return environment.get_template(path.name)
-
-
-def _base64(content: bytes) -> str:
-    return base64.b64encode(content).decode("ascii")
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

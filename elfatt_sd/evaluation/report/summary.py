@@ -5,12 +5,10 @@ A sentence claims a gain only where the figures carry it: a verdict for quality,
 
 from __future__ import annotations
 
-import textwrap
-
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.records import Estimate
-from elfatt_sd.evaluation.report.data import BASELINE, NULL, PARTS, Results, Row, shortened
-from elfatt_sd.evaluation.report.tables import TIMES, decimals_for, fixed, interval, join_names, plural, shown, span
+from elfatt_sd.evaluation.report.data import PARTS, Results, Row
+from elfatt_sd.evaluation.report.tables import decimals_for, fixed, interval, join_names, plural, span
 from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
 _MANY = 10  # comparisons from which on chance verdicts are worth a word
@@ -18,9 +16,7 @@ _ERROR_RATE = 0.05  # of a 95 % interval
 _TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before a headline says so
 _QUALITY = {BETTER: "better in", NO_DIFFERENCE: "not shown to be worse in", WORSE: "worse in"}
 _COUNTED = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "without a difference shown"}
-_SHORT = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "none shown", TOO_FEW: "not judged"}
 _NOT_WORSE = (BETTER, NO_DIFFERENCE)
-_LEAST = 12  # characters of a row's name
 
 
 def headline(results: Results) -> str:
@@ -61,12 +57,24 @@ def findings(results: Results) -> list[str]:
     references = (results.data.get("reference") or {}).values()
     unreadable = list(dict.fromkeys(name for part in references for name in (part or {}).get("unreadable") or ()))
     failed = [row.name for row in results.rows if row.failed]
-    gaps = [_limits(results), f"Time: {results.timing['note']}." if results.timing.get("note") else ""]
+    limit = results.protocol.get("limit")
+    gaps = [f"A quick look: every row was limited to {plural(limit, 'image')}."] if limit else []
+    gaps += [f"Time: {results.timing['note']}."] if results.timing.get("note") else []
     if unreadable:
         gaps.append(f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}.")
     gaps += [f"Failed: {join_names(failed)}."] if failed else []
-    parts = [_verdicts(results), _null(results), _speed(results), " ".join(filter(None, gaps))]
+    parts = [_verdicts(results), _null(results), _speed(results), " ".join(gaps)]
     return [part for part in parts if part]
+
+
+def comparison(results: Results) -> str:
+    """Say what the figures can be compared with."""
+    if not results.published:
+        return "No published table belongs to this protocol; a number means nothing without its protocol's name."
+    return (
+        "Compare the direction of differences to the untouched pipeline and ratios of times, not values: they move "
+        "with the protocol, weights, resizing and random numbers, and published ones come without intervals."
+    )
 
 
 def recommended(results: Results) -> Row | None:
@@ -142,47 +150,3 @@ def _speed(results: Results) -> str:
     mixed = f" Rows attend with different kernels: {join_names(sorted(kernels))}." if len(kernels) > 1 else ""
     figure = f"{best.name}, {_times(speeds[best])} as fast"
     return f"{start}, {PARTS[part]}{place}: {figure}{noise}.{mixed}"
-
-
-def _limits(results: Results) -> str:
-    """Say what a quick look limited; empty for a whole run."""
-    protocol = results.protocol
-    if not protocol.get("limit"):
-        return ""
-    rounds = (protocol.get("time") or {}).get("repeats")
-    batches = (protocol.get("memory") or {}).get("batches")
-    parts = [f"every row was limited to {plural(protocol['limit'], 'image')}"]
-    parts += [f"time to {plural(rounds, 'round')}"] if rounds else []
-    parts += [f"memory to batches of {join_names(map(str, batches))}"] if batches else []
-    return f"A quick look: {join_names(parts)}."
-
-
-def terminal_summary(results: Results, width: int = 80) -> str:
-    """Write the headline and a table in lines of at most so many characters."""
-    said = [line for text in (headline(results), _limits(results)) for line in textwrap.wrap(text, width)]
-    titles = [*(["Distance", "Difference"] if results.distance else []), "Speed", "GiB/image", "PSNR"]
-    decimals = max(decimals_for(row.figure(results.distance).estimate for row in results.rows), 1)
-    lines = [("Row", titles)]
-    lines += [(row.name, _terminal_line(results, row, decimals)) for row in results.rows if not row.failed]
-    widths = [max(map(len, column)) for column in zip(*(texts for _, texts in lines), strict=True)]
-    first = min(max(len(name) for name, _ in lines), max(width - sum(widths) - 2 * len(widths), _LEAST))
-    table = []
-    for name, texts in lines:
-        figures = "".join(f"  {text.rjust(size)}" for text, size in zip(texts, widths, strict=True))
-        table.append(f"{shortened(name, first).ljust(first)}{figures}".rstrip())
-    failed = [f"{row.name}  failed: {row.failed}" for row in results.rows if row.failed]
-    return shown("\n".join([*said, "", *table, *(textwrap.shorten(text, width, placeholder="…") for text in failed)]))
-
-
-def _terminal_line(results: Results, row: Row, decimals: int) -> list[str]:
-    found: list[str] = []
-    if results.distance:
-        figure = row.figure(results.distance)
-        verdict = figure.difference.verdict
-        found += ["-" if figure.value is None else fixed(figure.value, decimals)]
-        found += ["-" if row.role == BASELINE or verdict is None else _SHORT.get(verdict, verdict)]
-    ratio, psnr = row.timed[results.time_part].speed, None if row.role in (BASELINE, NULL) else row.psnr
-    found += ["-" if ratio is None else f"{fixed(ratio.value, 2)}{TIMES}"]
-    found += ["-" if row.slope is None else fixed(row.slope.value, 3)]
-    same = "identical" if row.mostly_identical else "-"
-    return [*found, same if psnr is None else fixed(psnr.value, 1)]

@@ -6,33 +6,31 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from statistics import median
 from typing import Any
 
+from elfatt_sd.evaluation.protocols import PRINTED
 from elfatt_sd.evaluation.records import Estimate, estimate
 from elfatt_sd.evaluation.report.data import (
     ACCURACY,
     BASELINE,
-    FIGURES,
     MEASURES,
     NULL,
     PARTS,
     Results,
     Row,
-    published_for,
     setting_text,
     setting_title,
 )
 from elfatt_sd.evaluation.statistics import BETTER, TOO_FEW, WORSE
 
-MISSING, DASH, REFERENCE, THIS_RUN = "not measured", "—", "reference", "This run"
+MISSING, DASH, REFERENCE = "not measured", "—", "reference"
 MINUS, TIMES, TO = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 OTHER_IMAGE = 20  # dB: below, little is left of the untouched image; unrelated ones have 10 to 20
 TIME_COLUMNS = {"end_to_end": "s/img", "unet": "UNet, s/img"}
-_STAGES = {"text": "Text", "unet": "UNet", "vae": "VAE", "reserved": "Reserved"}
+_PRINTED = dict(zip(PRINTED, (("FID ↓", 1), ("s/img", 3), ("GB/img", 2)), strict=True))
 _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 _ARROWS = {"higher": " ↑", "lower": " ↓"}
 _REORDERING = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # signs by which a text shows other words than it holds
@@ -55,10 +53,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its title, the group of columns it belongs to, and whether it holds figures."""
+    """A column: its title, and whether it holds figures."""
 
     title: str
-    group: str = ""  # none, where it names the row
     figures: bool = True
 
 
@@ -76,17 +73,13 @@ class Table:
     columns: list[Column]
     lines: list[Line]
 
-    def groups(self) -> list[tuple[str, int]]:
-        """Return the groups of neighbouring columns with their widths."""
-        return [(title, len([*columns])) for title, columns in groupby(self.columns, lambda column: column.group)]
-
 
 Maker = Callable[[Row], Entry]
 Columns = list[tuple[str, Maker]]
 
 
 def main_table(results: Results) -> Table:
-    """Build the table in the paper's shape: distance and verdict, time, memory, closeness, published figures.
+    """Build the table in the paper's shape: distance and verdict, time, memory, closeness.
 
     On the toy the accuracy of all attributes follows the distance.
     """
@@ -99,12 +92,11 @@ def main_table(results: Results) -> Table:
     slope = estimates(results, lambda row: row.slope, least=2, reason=limit)
     memory = ("GiB/img", lambda row: replace(slope(row), remark=(row.slope and limit(row)) or ""))
     columns += [time_column(results, results.time_part), memory, closeness_columns(results)[0]]
-    return make_table(results, columns, published=bool(results.published))
+    return make_table(results, columns)
 
 
 def more_table(results: Results) -> Table:
     """Build the table of everything else: other distances, SSIM, cosine, accuracy, UNet time, memory fit."""
-    rows = results.rows
     columns: Columns = [("Pictures", lambda row: _missing(row) if row.images is None else Entry(str(row.images)))]
     for name in results.distances:
         columns += figure_columns(results, name, " ↓") if name != results.distance else []
@@ -112,18 +104,16 @@ def more_table(results: Results) -> Table:
     for name in results.attributes:  # of all attributes the accuracy itself is in the main table
         columns += figure_columns(results, name)[1:] if name == ACCURACY else figure_columns(results, name)[:1]
     columns += [time_column(results, part) for part in PARTS if part != results.time_part]
-    adds = [row.record.cost.multiply_adds for row in rows]
-    plain: dict[str, list[float | None]] = {
-        "Attention density": [row.record.cost.density for row in rows],
-        "Denoiser, 10¹² multiply-adds/img": [each and each / 1e12 for each in adds],
-        **{f"{title}, GiB/img": [row.stages.get(stage) for row in rows] for stage, title in _STAGES.items()},
+    plain: dict[str, Callable[[Row], float | None]] = {
+        "Attention density": lambda row: row.record.cost.density,
+        "Denoiser, 10¹² multiply-adds/img": lambda row: (adds := row.record.cost.multiply_adds) and adds / 1e12,
+        "Memory at batch 0, GiB": lambda row: row.memory.intercept_gib,
+        "Fit error, GiB": lambda row: row.memory.fit_error_gib,
     }
-    plain = {title: values for title, values in plain.items() if any(value is not None for value in values)}
-    plain["Memory at batch 0, GiB"] = [row.memory.intercept_gib for row in rows]
-    plain["Fit error, GiB"] = [row.memory.fit_error_gib for row in rows]
-    for title, values in plain.items():
-        known = {row: estimate(value) for row, value in zip(rows, values, strict=True)}
-        columns.append((title, estimates(results, known.__getitem__)))
+    for title, get in plain.items():
+        known = {row: estimate(get(row)) for row in results.rows}
+        if any(known.values()):
+            columns.append((title, estimates(results, known.__getitem__)))
     return make_table(results, columns)
 
 
@@ -136,47 +126,32 @@ def metrics_table(results: Results) -> Table | None:
     return make_table(results, columns) if columns else None
 
 
-def make_table(results: Results, made: Columns, *, published: bool = False) -> Table:
-    """Build a table of columns, behind those that name the row and before the published figures."""
+def make_table(results: Results, made: Columns) -> Table:
+    """Build a table of columns, behind those that name the row."""
     heads = [Column("Method", figures=False), *(Column(setting_title(name)) for name in results.varied)]
-    columns = [*heads, *(Column(title, THIS_RUN, "erdict" not in title) for title, _ in made)]
-    if published:
-        columns += [Column(title, f"Published ({results.source})") for title, _ in FIGURES.values()]
+    columns = [*heads, *(Column(title, "erdict" not in title) for title, _ in made)]
     lines: list[Line] = []
     for row in results.rows:
         note = {BASELINE: "(untouched)", NULL: "(null row)"}.get(row.role, "")
         entries = [Entry(row.title, f"failed: {row.failed}" if row.failed else note, "text")]
         entries += [Entry(setting_text(row.settings.get(key)), kind="setting") for key in results.varied]
         entries += [Entry(DASH, kind="missing") if row.failed else make(row) for _, make in made]
-        entries += _published_entries(results, row) if published else []
         rule = bool(lines) and (lines[-1].row.label, lines[-1].row.role) != (row.label, row.role)
         lines.append(Line(row, entries, rule))
     return Table(columns, lines)
 
 
 def published_table(results: Results) -> tuple[list[str], list[list[str]]]:
-    """Return the whole published table as titles and texts."""
+    """Return the published table, which stands in the protocol, as titles and texts."""
     names = dict.fromkeys(key for row in results.published for key in row)
-    settings = [key for key in names if key not in ("label", *FIGURES)]
-    titles = ["Method", *map(setting_title, settings), *(title for title, _ in FIGURES.values())]
-    return titles, [
-        [str(row.get("label", "")), *(setting_text(row.get(key)) for key in settings), *_published_texts(row)]
-        for row in results.published
-    ]
-
-
-def _published_texts(row: Mapping[str, Any]) -> list[str]:
-    values = ((row.get(key), decimals) for key, (_, decimals) in FIGURES.items())
-    return [fixed(value, decimals) if isinstance(value, int | float) else DASH for value, decimals in values]
-
-
-def _published_entries(results: Results, row: Row) -> list[Entry]:
-    """Write the published figures of a row, with the ratio of the published times to that of the published baseline."""
-    found, base = (published_for(results, each) or {} if each else {} for each in (row, results.baseline))
-    before, after = base.get("seconds_per_image"), found.get("seconds_per_image")
-    ratio = f"{fixed(before / after, 2)}{TIMES}" if before and after and found is not base else ""
-    notes = (ratio * (key == "seconds_per_image") for key in FIGURES)
-    return [Entry(text, note, "published") for text, note in zip(_published_texts(found), notes, strict=True)]
+    settings = [key for key in names if key not in ("label", *_PRINTED)]
+    titles = ["Method", *map(setting_title, settings), *(title for title, _ in _PRINTED.values())]
+    lines = []
+    for row in results.published:
+        values = ((row.get(key), decimals) for key, (_, decimals) in _PRINTED.items())
+        figures = [fixed(value, decimals) if isinstance(value, int | float) else DASH for value, decimals in values]
+        lines.append([str(row.get("label", "")), *(setting_text(row.get(key)) for key in settings), *figures])
+    return titles, lines
 
 
 # Columns: a title, and what makes the entry of a row.
@@ -342,8 +317,7 @@ def plural(count: int, noun: str) -> str:
 
 def _texts(table: Table) -> tuple[list[str], list[list[str]]]:
     """Return the titles and the rows of a table, with notes behind the figures."""
-    groups = (f" — {column.group}" if column.group not in ("", THIS_RUN) else "" for column in table.columns)
-    titles = [f"{column.title}{group}" for column, group in zip(table.columns, groups, strict=True)]
+    titles = [column.title for column in table.columns]
     return titles, [[f"{entry.text} {entry.small}".strip() for entry in line.entries] for line in table.lines]
 
 
@@ -410,7 +384,8 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
     record |= {f"setting_{key}": setting_text(value) for key, value in row.settings.items()}
     record |= {"images": row.images, "classes": row.record.classes}
     for name in results.distances:
-        record |= _figure_fields(name, row) | {f"{name} difference extrapolated": row.figure(name).extrapolated or None}
+        extrapolated = row.figure(name).difference.images == "infinite" or None
+        record |= _figure_fields(name, row) | {f"{name} difference extrapolated": extrapolated}
     for measure in MEASURES:
         changes, ends = row.changes[measure], (f"{measure} quartile 1", f"{measure} quartile 3")
         spread = _fields(f"{measure} median", estimate(changes.median, changes.quartiles), ends)
@@ -423,12 +398,9 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         record |= _fields(f"{part} speedup", row.timed[part].speed)
     record |= _fields("gib_per_image", row.slope)
     record |= {"intercept_gib": row.memory.intercept_gib, "fit_error_gib": row.memory.fit_error_gib}
-    record |= {f"{stage} gib_per_image": row.stages.get(stage) for stage in _STAGES}
     multiply_adds = row.record.cost.multiply_adds
     record |= {"density": row.record.cost.density, "multiply_adds": multiply_adds and float(multiply_adds)}
-    record |= {"memory kind": row.memory.kind, "memory note": row.memory.note, "failed": row.failed}
-    published = published_for(results, row) or {}
-    return record | {f"published {key}": published.get(key) for key in FIGURES}
+    return record | {"memory kind": row.memory.kind, "memory note": row.memory.note, "failed": row.failed}
 
 
 def _figure_fields(name: str, row: Row) -> dict[str, Any]:

@@ -22,20 +22,19 @@ def results(run):
 
 
 @pytest.fixture(scope="session")
-def sweep_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sweep")
-    return folder, build_sweep(folder)
+def made_sweep(tmp_path_factory):
+    return build_sweep(tmp_path_factory.mktemp("sweep"))
 
 
 @pytest.fixture
-def sweep(sweep_run):
-    return copy.deepcopy(sweep_run[1])
+def sweep(made_sweep):
+    return copy.deepcopy(made_sweep)
 
 
 @pytest.fixture
 def one_plot(monkeypatch):
     """One plot is drawn: for reports whose words are looked at."""
-    monkeypatch.setattr(charts, "_makers", lambda results: [charts.closeness])
+    monkeypatch.setattr(charts, "PLOTS", [charts.closeness])
 
 
 @pytest.fixture(scope="module", autouse=True)
