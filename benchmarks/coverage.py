@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.evaluation import statistics as kernel
-from elfatt_sd.evaluation.frechet import Target, frechet_distance, frechet_figures
+from elfatt_sd.evaluation.frechet import Target, frechet_figures
 from elfatt_sd.evaluation.statistics import (
     BETTER,
     FEWEST_CLASSES,
@@ -238,6 +238,20 @@ def _of_one_run(setting: FewSetting, target: Target, generator: torch.Generator)
     accuracy, untouched, closeness = (Estimate.mean(each, classes) for each in (good, torch.ones(count), psnr))
     means = [share_interval(good, classes), (accuracy - untouched).interval(), closeness.interval()]
     return [*means, ours.limit_difference(theirs)[1], (ours.published - theirs.published).interval()]
+
+
+def frechet_distance(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Tensor) -> float:
+    """Squared Frechet distance of two Gaussians, from symmetric eigenvalues only (Dowson and Landau 1982).
+
+    |mu1 - mu2|^2 + tr(S1 + S2) - 2 tr (F^T S2 F)^(1/2) with S1 = F F^T. F leaves out the directions in which the
+    covariance of lower rank is zero: with fewer samples than features these would add noise.
+    """
+    first, second = Target(mean1, covariance1), Target(mean2, covariance2)
+    factor, other = (first.factor, second) if first.rank <= second.rank else (second.factor, first)
+    product = factor.T @ other.covariance @ factor
+    roots = torch.linalg.eigvalsh((product + product.T) / 2).clamp_min(0).sqrt()
+    traces = first.covariance.trace() + second.covariance.trace()
+    return float((first.mean - second.mean).square().sum() + traces - 2 * roots.sum())
 
 
 def _worse_by(spoiled: float, target: Target) -> float:

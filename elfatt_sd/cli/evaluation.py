@@ -143,8 +143,6 @@ def reference_command(protocol: Any, quiet: Quiet = False) -> None:
     quiet_libraries()
     for reference in build_references(protocol, progress=every_minute(_reporter(quiet))):
         typer.echo(json.dumps({**reference.description, "unreadable": len(reference.unreadable)}, ensure_ascii=False))
-        if "left_out" in reference.description:
-            complain(f"reference: {reference.description['left_out']}", "warning")
         for name in reference.unreadable:
             complain(f"not readable: {name}", "warning")
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -59,7 +59,6 @@ SUFFIXES = re.compile(
 )
 _BYTES = re.compile(r"(large_)?binary|struct<.*bytes: (large_)?binary.*>")
 _COLUMNS = ("image", "img", "picture", "photo", "jpg", "jpeg", "png", "webp")  # of tables with more bytes than these
-BESIDE = re.compile(r"\.(caption|cls|csv|jsonl?|md|np[yz]|tsv|txt|xml|ya?ml)")  # what lies next to images
 ACCEPTED = (
     "a folder of images, a .parquet file or a folder of them, or statistics with mu and sigma in an .npz; unpack "
     "archives first"
@@ -73,62 +72,51 @@ class Entry:
     group: str = ""  # its class, as its folder or label column says; empty where nothing does
 
 
-class Pictures(Protocol):
-    """Numbered images, some of which may be unreadable."""
-
-    def __len__(self) -> int: ...
-
-    def load(self, start: int, stop: int) -> Iterator[Decoded]: ...  # those of a range, in order
-
-
 @dataclass(frozen=True)
 class Source:
     """Images in a fixed order."""
 
     entries: Sequence[Entry]
     fingerprint: Any  # plain data that changes when the images do: names, sizes and times of files
-    read: Callable[[Entry], bytes]  # returns the encoded bytes of an entry; safe to call from several threads
-    left_out: Sequence[str] = ()  # names of what is no image
+    read: Callable[[Entry], Any]  # returns the decoded image of an entry; safe to call from several threads
     prepare: Callable[[Any], Pixels] = np.array  # what happens to a decoded image
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def load(self, start: int, stop: int) -> Iterator[Decoded]:
+        def one(entry: Entry) -> Decoded:
+            try:
+                return self.prepare(self.read(entry))
+            except (ElfattError, MemoryError):
+                raise
+            except Exception as error:  # Pillow raises many kinds for damaged files
+                if isinstance(error, OSError) and error.errno not in _LASTING:
+                    reason = f"{error.strerror}; give the same command again"
+                    raise ElfattError(f"{entry.name} cannot be read: {reason}.") from error
+                return f"{entry.name} ({getattr(error, 'strerror', None) or error})"
+
         with ThreadPoolExecutor(THREADS) as pool:
             ahead: deque[Any] = deque()
             for entry in self.entries[start:stop]:
-                ahead.append(pool.submit(self._load, entry))
+                ahead.append(pool.submit(one, entry))
                 if len(ahead) > 4 * THREADS:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
-
-    def _load(self, entry: Entry) -> Decoded:
-        try:
-            return self.prepare(decode(self.read(entry)))
-        except (ElfattError, MemoryError):
-            raise
-        except Exception as error:  # Pillow raises many kinds for damaged files
-            if isinstance(error, OSError) and error.errno not in _LASTING:
-                reason = f"{error.strerror}; give the same command again"
-                raise ElfattError(f"{entry.name} cannot be read: {reason}.") from error
-            return f"{entry.name} ({getattr(error, 'strerror', None) or error})"
 
 
 def open_source(source: str | Path, per_class: int = 0) -> Source:
     path = Path(source)
     if path.is_dir():
         shards = visible(path.glob("*.parquet"))
-        beside = (each for each in visible(path.iterdir()) if not BESIDE.fullmatch(each.suffix.lower()))
-        others = [each.name for each in beside if each not in shards]
-        found = replace(_tables(shards), left_out=others) if shards else _folder(path)
+        found = _tables(shards) if shards else _folder(path)
     elif path.suffix.lower() == ".parquet":
         found = _tables([path])
     else:
         raise ElfattError(f"reference {path} is a file of another kind; accepted: {ACCEPTED}.")
     if not found.entries:
-        raise ElfattError(f"reference {path} holds no image{left_out_words(found.left_out)}; accepted: {ACCEPTED}.")
+        raise ElfattError(f"reference {path} holds no image; accepted: {ACCEPTED}.")
     if not per_class:
         return found
     groups = {entry.group for entry in found.entries}
@@ -151,12 +139,6 @@ def check_exists(source: str) -> None:
         raise ElfattError(f"reference {source} does not exist; accepted: {ACCEPTED}.")
 
 
-def left_out_words(names: Sequence[str]) -> str:
-    """Say in brackets how many files are left out and name the first; empty where there is none."""
-    named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    return f" ({len(names)} left out, being no images: {named})" if names else ""
-
-
 def _folder(folder: Path) -> Source:
     """List the images in a folder and in all below it, linked ones too, without what is hidden."""
 
@@ -164,7 +146,6 @@ def _folder(folder: Path) -> Source:
         raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
 
     found: list[tuple[str, Path]] = []
-    left_out: list[str] = []
     seen: set[tuple[int, int]] = set()  # a link may lead back, or several to one folder
     for place, folders, files in os.walk(folder, onerror=tell, followlinks=True):
         status = os.stat(place)
@@ -174,15 +155,13 @@ def _folder(folder: Path) -> Source:
         seen.add((status.st_dev, status.st_ino))
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         shown = [Path(place, name) for name in files if not is_hidden(name)]
-        for name, path in ((path.relative_to(folder).as_posix(), path) for path in shown):
-            if SUFFIXES.fullmatch(path.suffix.lower()):
-                found.append((name, path))
-            elif not BESIDE.fullmatch(path.suffix.lower()):
-                left_out.append(name)
+        found += [
+            (path.relative_to(folder).as_posix(), path) for path in shown if SUFFIXES.fullmatch(path.suffix.lower())
+        ]
     found.sort()
     entries = [Entry(name, path, Path(name).parent.name) for name, path in found]
     stamps = [_stamp(name, path) for name, path in found]
-    return Source(entries, stamps, lambda entry: read_plain(entry.where), sorted(left_out))
+    return Source(entries, stamps, lambda entry: decode(read_plain(entry.where)))
 
 
 def _stamp(name: str, path: Path) -> list[Any]:
@@ -226,14 +205,14 @@ def _tables(files: Sequence[Path]) -> Source:
         table, column = tables[file]
         return table.read_row_group(number, columns=[column]).column(0)
 
-    def read(entry: Entry) -> bytes:
+    def read(entry: Entry) -> Any:
         file, number, row = entry.where
         with lock:
             value = row_group(file, number)[row].as_py()
         content = value.get("bytes") if isinstance(value, dict) else value
         if not content:
             raise OSError("the row holds no bytes")
-        return bytes(content)
+        return decode(bytes(content))
 
     return Source(entries, [_stamp(file.name, file) for file in files], read)
 
@@ -302,17 +281,26 @@ class Images:
     def identity(self) -> str:
         return sha256_of_data(list(self.sha256))
 
-    @property
-    def frame_classes(self) -> list[int]:
-        return [number for number in self.classes for _ in range(self.frames)]
-
     def __len__(self) -> int:
         return len(self.paths) * self.frames
 
     def load(self, start: int, stop: int) -> Iterator[Pixels]:
         """Yield the frames of a range, clip after clip; each file is checked against its hash when it is read."""
+
+        def read(entry: Entry) -> Any:
+            path, digest = entry.where
+            remedy = "delete its row's manifest to remake it"
+            try:
+                content = read_plain(path)
+            except FileNotFoundError as error:
+                raise ElfattError(f"{path} was deleted after generation; {remedy}.") from error
+            if hashlib.sha256(content).hexdigest() != digest:
+                what = "was altered after generation (its sha256 is not the manifest's)"
+                raise ElfattError(f"{path} {what}; put it back, or {remedy}.")
+            return decode(content)
+
         entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
-        files = Source(entries, self.identity, _read_checked)
+        files = Source(entries, self.identity, read)
         first, last = start // self.frames, -(-stop // self.frames)
         for number, image in enumerate(files.load(first, last), first):
             wrong = image if isinstance(image, str) else f"{entries[number].name} (no {self.frames} frames)"
@@ -329,21 +317,8 @@ class Images:
             yield torch.stack(stack)
 
 
-def _read_checked(entry: Entry) -> bytes:
-    path, digest = entry.where
-    remedy = "delete its row's manifest to remake it"
-    try:
-        content = read_plain(path)
-    except FileNotFoundError as error:
-        raise ElfattError(f"{path} was deleted after generation; {remedy}.") from error
-    if hashlib.sha256(content).hexdigest() != digest:
-        what = "was altered after generation (its sha256 is not the manifest's)"
-        raise ElfattError(f"{path} {what}; put it back, or {remedy}.")
-    return content
-
-
 def extract(
-    pictures: Pictures, extractor: Extractor, folder: Path, *, progress: Progress | None = None, name: str = ""
+    pictures: Source | Images, extractor: Extractor, folder: Path, *, progress: Progress | None = None, name: str = ""
 ) -> Extracted:
     """Compute features, chunk by chunk; chunks that are there are kept.
 
@@ -397,7 +372,7 @@ class Extracted:
 
 
 def _extract_range(
-    pictures: Pictures, extractor: Extractor, places: range, progress: Progress | None, title: str
+    pictures: Source | Images, extractor: Extractor, places: range, progress: Progress | None, title: str
 ) -> tuple[Rows, list[str]]:
     """Features of the readable images, and the names of the others; images of different sizes go one by one."""
     features = [torch.zeros(0, extractor.dimension, dtype=torch.float32, device="cpu")]
@@ -496,17 +471,17 @@ def check_shared(folder: Path, what: str, remedy: str) -> None:
     """Refuse to go on where the processes of a launch do not all see the same folder; all of them must call this."""
     if not among_others():
         return
-    # a new name, which no file system can have noted as absent
-    marker = folder / by_first(lambda: f".seen-{secrets.token_hex(8)}.part")
+    name = f".seen-{secrets.token_hex(8)}.part"  # a new one, which no file system can have noted as absent
 
-    def mark() -> None:
+    def mark() -> str:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            marker.touch()
+            (folder / name).touch()
         except OSError as error:
             raise ElfattError(f"{what} {folder} cannot be written: {error.strerror}; {remedy}.") from error
+        return name
 
-    by_first(mark)
+    marker = folder / by_first(mark)
     places = gathered((marker.is_file(), f"{folder} on {platform.node()}"))
     by_first(marker.unlink)
     for number, (shared, place) in enumerate(places):

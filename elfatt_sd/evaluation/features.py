@@ -6,9 +6,9 @@ Legend for shapes: n images of h x w pixels, d features.
 from __future__ import annotations
 
 import contextlib
-import os
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,91 +39,29 @@ INCEPTION_WAYS = {
     "pytorch-fid": "bilinear to 299x299 between pixel centres (no antialiasing), as pytorch-fid",
     "clean-fid": "bicubic with antialiasing to 299x299, clamped to [0, 255], as clean-fid",
 }
-_VISION_NAMES = {"clip": "FD-CLIP", "dinov2": "FD-DINOv2"}
 _MODEL_TYPES = {"clip": ("clip", "clip_vision_model"), "dinov2": ("dinov2", "dinov2_with_registers")}
-
-
-@plain_defaults()
-def load_extractor(
-    spec: str, *, weights: Path | None = None, sha256: str | None = None, device: str | torch.device = "cpu"
-) -> Extractor:
-    kind, _, folder = spec.partition(":")
-    if kind in ("clip", "dinov2") and folder:
-        return _load_vision(kind, Path(folder)).to(device)
-    if spec == "toy":
-        from elfatt_sd.toy import features
-
-        network = features.load_feature_extractor(path=features.CLASSIFIER_FILE)
-        return ToyExtractor(network, sha256_of_file(features.CLASSIFIER_FILE)).to(device)
-    if spec == "inception" or (kind == "inception" and folder in INCEPTION_WAYS):
-        return _load_inception(folder or "torch-fidelity", weights, sha256).to(device)
-    raise ElfattError(f"extractor={spec!r} is not known; accepted: {', '.join(EXTRACTORS)}.")
-
-
-def _load_inception(way: str, weights: Path | None, sha256: str | None) -> Extractor:
-    need("extractor='inception'", "torch-fidelity", "torchmetrics")
-    from torchmetrics.image.fid import NoTrainInceptionV3
-
-    accepted = (sha256 or INCEPTION_SHA256).lower()
-    path = weights if weights is not None else _cached_inception()
-    if not os.path.isfile(path):
-        raise ElfattError(f"Inception weights {path} do not exist; give the file published at {INCEPTION_URL}.")
-    found = sha256_of_file(path)
-    if found != accepted:
-        others = "or other weights with inception_sha256, whose distance is not called FID"
-        raise ElfattError(f"Inception weights {path} have sha256 {found}; accepted is {accepted}, {others}.")
-    try:
-        torch.load(path, map_location="cpu", weights_only=True)  # a pickle could run code where the network loads it
-        network = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(path), antialias=False)
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ElfattError(f"Inception weights {path} do not fit the network ({reason}).") from error
-    return InceptionExtractor(network, way, found)
-
-
-def _cached_inception() -> Path:
-    """The published file in torch's cache, downloaded at the first use."""
-    path = Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_URL.rpartition("/")[2]
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            torch.hub.download_url_to_file(INCEPTION_URL, str(path), hash_prefix=INCEPTION_SHA256, progress=False)
-        except (OSError, RuntimeError) as error:
-            remedy = f"get {INCEPTION_URL} and give --inception-weights FILE"
-            raise ElfattError(f"Inception weights cannot be fetched ({error}); {remedy}.") from error
-    return path
-
-
-def _load_vision(kind: str, folder: Path) -> Extractor:
-    from transformers import AutoModel, CLIPVisionModelWithProjection
-
-    who = f"extractor {kind}:{folder}"
-    config = read_config(folder, who, _MODEL_TYPES[kind], "a local directory of a transformers model")
-    if config.model_type == "clip":  # text and images, which share the size of the projection
-        config.vision_config.projection_dim = config.projection_dim
-        config = config.vision_config
-    network = read_model(folder, who, CLIPVisionModelWithProjection if kind == "clip" else AutoModel, config)
-    dimension = config.projection_dim if kind == "clip" else config.hidden_size
-    recipe = read_recipe(kind, folder, config.image_size)
-    return VisionExtractor(kind, network, dimension, {"model": model_title(config, recipe["crop"]), **recipe})
 
 
 class Extractor(nn.Module):
     """A network, how images get into it, and what a distance on its features is called."""
 
     def __init__(
-        self, name: str, distance_name: str, dimension: int, network: nn.Module, preprocessing: dict[str, Any]
-    ) -> None:
-        super().__init__()
-        self.name = name  # short name, for files
+        self,
+        name: str,  # short name, for files
         # name of the Frechet distance, with the model or the way of its images; `FID` is the original Inception network
         # only
-        self.distance_name = distance_name
+        distance_name: str,
+        dimension: int,  # d
+        network: nn.Module,
+        preprocessing: dict[str, Any],  # everything that the features depend on, as plain data; part of every hash
+        features: Callable[[Tensor], Tensor] | None = None,  # of uint8 images, where the network does not take these
+    ) -> None:
+        super().__init__()
+        self.name, self.distance_name, self.dimension = name, distance_name, dimension
         self.kernel_name = re.sub("^F(?=I?D)", "K", distance_name)  # name of the kernel distance
-        self.dimension = dimension  # d
-        # everything that the features depend on, as plain data; part of every hash
         self.preprocessing = {"extractor": name, **preprocessing}
         self.network = network.requires_grad_(False).eval().float()
+        self.of_images = features
 
     @property
     def device(self) -> torch.device:
@@ -136,73 +74,107 @@ class Extractor(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Compute features of uint8 images `[n, 3, h, w]` in float32: no autocast, no TF32."""
         with torch.no_grad(), exact_float32(self.device):
-            features: Tensor = self._features(images.to(self.device))
+            features: Tensor = (self.of_images or self.network)(images.to(self.device))
         if not (features.abs() < LARGEST).all():  # so written, NaN is none of these
             said = f"gives NaN, or numbers of {LARGEST:g} and more"
             raise ElfattError(f"extractor {self.name} {said}; its weights or preprocessing are damaged.")
         return features.float()
 
-    def _features(self, images: Tensor) -> Tensor:
-        features: Tensor = self.network(images)
-        return features
+
+@plain_defaults()
+def load_extractor(
+    spec: str, *, weights: Path | None = None, sha256: str | None = None, device: str | torch.device = "cpu"
+) -> Extractor:
+    kind, _, part = spec.partition(":")
+    if kind in _MODEL_TYPES and part:
+        return _load_vision(kind, Path(part)).to(device)
+    if spec == "inception" or (kind == "inception" and part in INCEPTION_WAYS):
+        return _load_inception(part or "torch-fidelity", weights, sha256).to(device)
+    if spec != "toy":
+        raise ElfattError(f"extractor={spec!r} is not known; accepted: {', '.join(EXTRACTORS)}.")
+    from elfatt_sd.toy.features import CLASSIFIER_FILE, load_feature_extractor
+
+    classifier, size = load_feature_extractor(path=CLASSIFIER_FILE), (TOY_SIZE, TOY_SIZE)
+    resize = f"bicubic with antialiasing to {TOY_SIZE}x{TOY_SIZE} unless it is that already"
+    recipe = {"resize": resize, "scale": "[-1, 1]", "sha256": sha256_of_file(CLASSIFIER_FILE)}
+    toy = Extractor("toy", "FD-toy", 64, classifier, recipe, lambda images: classifier(resized(images, size) / 255))
+    return toy.to(device)
 
 
-class ToyExtractor(Extractor):
-    """The toy pipeline's classifier, which also says what an image shows."""
-
-    def __init__(self, network: nn.Module, sha256: str) -> None:
-        resize = f"bicubic with antialiasing to {TOY_SIZE}x{TOY_SIZE} unless it is that already"
-        super().__init__("toy", "FD-toy", 64, network, {"resize": resize, "scale": "[-1, 1]", "sha256": sha256})
-
-    def _features(self, images: Tensor) -> Tensor:
-        return super()._features(resized(images, (TOY_SIZE, TOY_SIZE)) / 255)
-
-    @torch.no_grad()
-    def classify(self, features: Tensor) -> dict[str, Tensor]:
-        """Read attributes from features `[n, 64]`: indices `[n]` for each of the renderer's `ATTRIBUTES`."""
-        network: Any = self.network
-        return {name: each.argmax(1).cpu() for name, each in network.scores(features.to(self.device).float()).items()}
+def toy_attributes(extractor: Extractor, features: Tensor) -> dict[str, Tensor]:
+    """Read attributes from the toy's features `[n, 64]`: indices `[n]` for each of the renderer's `ATTRIBUTES`."""
+    network: Any = extractor.network
+    with torch.no_grad():
+        scores = network.scores(features.to(extractor.device).float())
+    return {name: each.argmax(1).cpu() for name, each in scores.items()}
 
 
-class InceptionExtractor(Extractor):
+def _load_inception(way: str, weights: Path | None, sha256: str | None) -> Extractor:
     """The Inception network of the original FID, with the preprocessing of a package of `INCEPTION_WAYS`."""
+    need("extractor='inception'", "torch-fidelity", "torchmetrics")
+    from torchmetrics.image.fid import NoTrainInceptionV3
 
-    def __init__(self, network: nn.Module, way: str, sha256: str) -> None:
-        model = "FID" if sha256 == INCEPTION_SHA256 else f"FD-Inception-{sha256[:8]}"
-        scale = "2 x / 255 - 1" if way == "pytorch-fid" else "(x - 128) / 128"
-        recipe = {"resize": INCEPTION_WAYS[way], "scale": scale, "sha256": sha256}
-        super().__init__("inception", f"{model} ({way})" if way != "torch-fidelity" else model, 2048, network, recipe)
-        self.way = way
+    accepted = (sha256 or INCEPTION_SHA256).lower()
+    path = weights or Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_URL.rpartition("/")[2]
+    if weights is None and not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.hub.download_url_to_file(INCEPTION_URL, str(path), hash_prefix=INCEPTION_SHA256, progress=False)
+        except (OSError, RuntimeError) as error:
+            remedy = f"get {INCEPTION_URL} and give --inception-weights FILE"
+            raise ElfattError(f"Inception weights cannot be fetched ({error}); {remedy}.") from error
+    if not path.is_file():
+        raise ElfattError(f"Inception weights {path} do not exist; give the file published at {INCEPTION_URL}.")
+    found = sha256_of_file(path)
+    if found != accepted:
+        others = "or other weights with inception_sha256, whose distance is not called FID"
+        raise ElfattError(f"Inception weights {path} have sha256 {found}; accepted is {accepted}, {others}.")
+    with loading(f"Inception weights {path}"):
+        torch.load(path, map_location="cpu", weights_only=True)  # a pickle could run code where the network loads it
+        network: nn.Module = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(path), antialias=False)
+    scale = "2 x / 255 - 1" if way == "pytorch-fid" else "(x - 128) / 128"
+    name = "FID" if found == INCEPTION_SHA256 else f"FD-Inception-{found[:8]}"
+    if way != "torch-fidelity":  # the layers in the order of the pass, up to the class scores
+        layers = itertools.takewhile(lambda layer: layer[0] != "fc", network.named_children())
+        network, name = nn.Sequential(*(layer for _, layer in layers), nn.Flatten()), f"{name} ({way})"
 
-    def _features(self, images: Tensor) -> Tensor:
-        if self.way == "torch-fidelity":
-            return super()._features(images)
-        pixels, size = images.float(), (INCEPTION_SIZE, INCEPTION_SIZE)
-        if self.way == "pytorch-fid":
-            pixels = 2 * functional.interpolate(pixels / 255, size=size, mode="bilinear", align_corners=False) - 1
-        else:
-            pixels = (resized(pixels, size) - 128) / 128
-        for name, layer in self.network.named_children():  # in the order of the pass, up to the class scores
-            if name == "fc":
-                break
-            pixels = layer(pixels)
-        return pixels.flatten(1)
+    def features(images: Tensor) -> Tensor:
+        pixels, size = images, (INCEPTION_SIZE, INCEPTION_SIZE)
+        if way == "clean-fid":
+            pixels = (resized(images, size) - 128) / 128
+        elif way == "pytorch-fid":
+            pixels = functional.interpolate(images.float() / 255, size=size, mode="bilinear", align_corners=False)
+            pixels = 2 * pixels - 1
+        found: Tensor = network(pixels)
+        return found
+
+    recipe = {"resize": INCEPTION_WAYS[way], "scale": scale, "sha256": found}
+    return Extractor("inception", name, 2048, network, recipe, features)
 
 
-class VisionExtractor(Extractor):
+def _load_vision(kind: str, folder: Path) -> Extractor:
     """A vision transformer from a local directory, whose images are prepared as in Stein et al. 2023."""
+    from transformers import AutoModel, CLIPVisionModelWithProjection
 
-    def __init__(self, kind: str, network: nn.Module, dimension: int, recipe: dict[str, Any]) -> None:
-        part = "shorter side, then centre crop" if kind == "clip" else "the whole picture to a square"
-        resize = f"bicubic with antialiasing: {part}, clamped to [0, 255]"
-        distance_name = f"{_VISION_NAMES[kind]} ({recipe['model']})"
-        super().__init__(kind, distance_name, dimension, network, {"resize": resize, **recipe})
-        self.recipe = recipe
+    who = f"extractor {kind}:{folder}"
+    config = read_config(folder, who, _MODEL_TYPES[kind], "a local directory of a transformers model")
+    if config.model_type == "clip":  # text and images, which share the size of the projection
+        config.vision_config.projection_dim = config.projection_dim
+        config = config.vision_config
+    network = read_model(folder, who, CLIPVisionModelWithProjection if kind == "clip" else AutoModel, config)
+    dimension = config.projection_dim if kind == "clip" else config.hidden_size
+    recipe = read_recipe(kind, folder, config.image_size)
+    model = model_title(config, recipe["crop"])
+    part = "shorter side, then centre crop" if kind == "clip" else "the whole picture to a square"
+    resize = f"bicubic with antialiasing: {part}, clamped to [0, 255]"
 
-    def _features(self, images: Tensor) -> Tensor:
-        output = self.network(pixel_values=to_input(images, self.name, self.recipe))
-        features: Tensor = output.image_embeds if self.name == "clip" else output.last_hidden_state[:, 0]
-        return features
+    def features(images: Tensor) -> Tensor:
+        output = network(pixel_values=to_input(images, kind, recipe))
+        found: Tensor = output.image_embeds if kind == "clip" else output.last_hidden_state[:, 0]
+        return found
+
+    title = f"{'FD-CLIP' if kind == 'clip' else 'FD-DINOv2'} ({model})"
+    return Extractor(kind, title, dimension, network, {"resize": resize, "model": model, **recipe}, features)
 
 
 @contextlib.contextmanager
@@ -275,7 +247,7 @@ def read_model(folder: Path, who: str, loader: Any, config: Any) -> Any:
 
 @contextlib.contextmanager
 def loading(who: str) -> Iterator[None]:
-    """Tell of what transformers raises within: it has many kinds for damaged files."""
+    """Tell of what is raised within: for damaged files, transformers and PyTorch have many kinds."""
     try:
         yield
     except Exception as error:

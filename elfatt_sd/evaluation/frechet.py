@@ -30,34 +30,14 @@ HEAVY = 8.0  # kurtosis of a feature, 3 where it is normal: beyond it, a few ima
 EPS = torch.finfo(torch.float64).eps
 
 
-def frechet_distance(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Tensor) -> float:
-    """Squared Frechet distance of two Gaussians, from symmetric eigenvalues only (Dowson and Landau 1982).
-
-    |mu1 - mu2|^2 + tr(S1 + S2) - 2 tr (F^T S2 F)^(1/2) with S1 = F F^T. F leaves out the directions in which the
-    covariance of lower rank is zero: with fewer samples than features these would add noise.
-    """
-    mean1, covariance1, mean2, covariance2 = (x.to(torch.float64) for x in (mean1, covariance1, mean2, covariance2))
-    first, second = _factor(covariance1), _factor(covariance2)
-    factor, other = (first, covariance2) if first.shape[1] <= second.shape[1] else (second, covariance1)
-    product = factor.T @ other @ factor
-    roots = torch.linalg.eigvalsh((product + product.T) / 2).clamp_min(0).sqrt()
-    return float((mean1 - mean2).square().sum() + covariance1.trace() + covariance2.trace() - 2 * roots.sum())
-
-
-def _factor(covariance: Tensor) -> Tensor:
-    """F `[d, rank]` with F F^T the covariance."""
-    values, vectors = torch.linalg.eigh((covariance + covariance.T) / 2)
-    kept = values > values.abs().max() * len(values) * EPS
-    factor: Tensor = vectors[:, kept] * values[kept].sqrt()
-    return factor
-
-
 class Target:
     """The Gaussian of a reference, whose factor is computed once for many rows."""
 
     def __init__(self, mean: Tensor, covariance: Tensor) -> None:
         self.mean, self.covariance = mean.to(torch.float64), covariance.to(torch.float64)
-        self.factor = _factor(self.covariance)
+        values, vectors = torch.linalg.eigh((self.covariance + self.covariance.T) / 2)
+        kept = values > values.abs().max() * len(values) * EPS
+        self.factor: Tensor = vectors[:, kept] * values[kept].sqrt()  # F `[d, rank]` with F F^T the covariance
         self.rank = self.factor.shape[1]  # directions in which the reference varies
 
 

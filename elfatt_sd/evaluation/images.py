@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
 import inspect
 import json
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from elfatt_sd import families, methods
-from elfatt_sd.attention import softmax
+from elfatt_sd import methods
 from elfatt_sd.devices import describe_machine, standard_normal
 from elfatt_sd.drawing.pictures import fault_of
 from elfatt_sd.drawing.running import (
@@ -44,22 +42,8 @@ from elfatt_sd.patch import patched
 from elfatt_sd.peers import running
 from elfatt_sd.plans import input_grid
 
-_METHOD = (  # the modules that decide what a patched layer computes, besides the attentions and the families
-    "attention.joint",
-    "attention.merging",
-    "attention.ordering",
-    "attention.softmax",
-    "config",
-    "patch",
-    "phases",
-    "runtime.call",
-    "runtime.denoiser",
-    "runtime.joint_processor",
-    "runtime.layer",
-    "runtime.memory",
-    "runtime.processor",
-    "runtime.schedule",
-)
+# What decides what a patched layer computes, below the package's folder: modules, and folders of them.
+_METHOD = ("config.py", "patch.py", "phases.py", "attention/*.py", "families/*.py", "methods/*.py", "runtime/*.py")
 
 
 denoiser = main_denoiser
@@ -207,20 +191,16 @@ def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
 def code_hashes() -> dict[str, str]:
     """Return `code_sha256`, of what makes every image, and `method_sha256`, of what a patch computes.
 
-    They are those of the code that this process has loaded, whatever becomes of its files later.
+    They are those of the code as it is at the first call, whatever becomes of its files later.
     """
-    packages = [
-        f"{package.__name__}.{found.name}"
-        for package in (methods, families)
-        for found in iter_modules(package.__path__)
-    ]
+    package = Path(__file__).parents[1]
+    files = [path for pattern in _METHOD for path in sorted(package.glob(pattern))]
     kinds = {kind.__module__ for kind in methods.attentions().values()}  # also those that others registered
-    names = sorted({f"elfatt_sd.{name}" for name in _METHOD}.union(packages, kinds))
-    method = [importlib.import_module(name) for name in names]
-    kernels = Path(softmax.__file__).with_name("triton.py").read_text(encoding="utf-8")  # cannot be imported everywhere
+    others = [sys.modules[name] for name in sorted(kinds) if not name.startswith("elfatt_sd.")]
+    method = [path.read_text(encoding="utf-8") for path in files] + [inspect.getsource(other) for other in others]
     return {
         "code_sha256": sha256_of_code(inspect.getsource(part) for part in _IMAGE_CODE),
-        "method_sha256": sha256_of_code([*map(inspect.getsource, method), kernels]),
+        "method_sha256": sha256_of_code(method),
     }
 
 

@@ -11,14 +11,14 @@ import importlib
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.devices import plain_defaults
@@ -151,23 +151,22 @@ def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetr
 def load_own(choice: MetricChoice) -> ImageMetric:
     """Import a function that gives a number for every image.
 
-    It is called as `function(images, prompts)` or, where it has a third parameter, `function(images, prompts,
-    untouched)`, which then has no value for the untouched pipeline itself. Parameters with a default are left at it,
-    but for one named `untouched`. `images` are uint8 `[n, 3, h, w]`, of clips
-    `[n, f, 3, h, w]`; `prompts` n texts; `untouched` the baseline's images of the same latents. It returns n numbers.
+    It is called as `function(images, prompts)` or, where it has a parameter `untouched`, `function(images, prompts,
+    untouched)`, which then has no value for the untouched pipeline itself. Other parameters are left at their defaults.
+    `images` are uint8 `[n, 3, h, w]`, of clips `[n, f, 3, h, w]`; `prompts` n texts;
+    `untouched` the baseline's images of the same latents. It returns n numbers.
     """
     module, _, attribute = choice.metric.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
+        compares = "untouched" in signature.parameters
+        signature.bind(None, None, **({"untouched": None} if compares else {}))
         source = inspect.getmodule(function)
     except (Exception, SystemExit) as error:
-        raise ElfattError(f"metric={choice.metric!r} cannot be imported ({type(error).__name__}: {error}).") from error
-    wanted = [each for each in parameters if each.default is each.empty or each.name == "untouched"]
-    by_place = all(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in wanted)
-    if not by_place or len(wanted) not in (2, 3):
-        accepted = "function(images, prompts) or function(images, prompts, untouched)"
-        raise refused(f"metric={choice.metric!r} with ({', '.join(map(str, wanted))})", accepted)
+        kinds = "function(images, prompts) or function(images, prompts, untouched)"
+        said = f"metric={choice.metric!r} cannot be imported as {kinds}"
+        raise ElfattError(f"{said} ({type(error).__name__}: {error}).") from error
     name = choice.name or str(getattr(function, "__name__", choice.metric))
     if _TAKEN.fullmatch(name):
         raise ElfattError(f"name={name!r} of metric {choice.metric!r} is that of another figure; give another name.")
@@ -177,10 +176,12 @@ def load_own(choice: MetricChoice) -> ImageMetric:
         code = ""
 
     def measure(batch: Batch) -> Tensor:
-        given = [batch.images] if batch.untouched is None or len(wanted) == 2 else [batch.images, batch.untouched]
-        images, *untouched = (each[:, 0] if each.shape[1] == 1 else each for each in given)
+        given = {"images": batch.images}
+        if compares and batch.untouched is not None:
+            given["untouched"] = batch.untouched
+        given = {name: each[:, 0] if each.shape[1] == 1 else each for name, each in given.items()}
         try:
-            values = torch.as_tensor(function(images, list(batch.prompts), *untouched), device="cpu")
+            values = torch.as_tensor(function(given.pop("images"), list(batch.prompts), **given), device="cpu")
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise ElfattError(f"metric={choice.metric!r} failed ({reason}); mend the function.") from error
@@ -191,7 +192,7 @@ def load_own(choice: MetricChoice) -> ImageMetric:
         return values.detach().cpu()
 
     described = {"function": choice.metric, "code_sha256": code}
-    return ImageMetric(name, measure, described, better=choice.better, compares=len(wanted) == 3)
+    return ImageMetric(name, measure, described, better=choice.better, compares=compares)
 
 
 def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
@@ -241,8 +242,10 @@ def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
     ones stand in the name.
     """
     need(f"metric {kind!r}", "torchmetrics", "torchvision")
-    weights, networks = _read(path), _NETWORKS if kind == "lpips" else {"vgg": _NETWORKS["vgg"]}
-    net = next((net for net, (_, key, _) in networks.items() if key in weights), None)
+    networks = _NETWORKS if kind == "lpips" else {"vgg": _NETWORKS["vgg"]}
+    with vision.loading(f"weights {path}"):
+        weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)  # runs no code in it
+        net = next((net for net, (_, key, _) in networks.items() if key in weights), None)
     if net is None:
         raise ElfattError(f"weights {path} are of no network of {kind.upper()}; give {KINDS[kind]}.")
     network: Any
@@ -253,7 +256,11 @@ def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
         compare, classifier = functools.partial(network, normalize=True), network.net
     else:
         compare = classifier = network = _dists_network()
-    _fill(classifier, weights, path)
+    places = [name for name, _ in classifier.named_parameters() if name not in ("alpha", "beta")]
+    with vision.loading(f"weights {path}"):  # a classifier's layers, `features.N`, where the network has the same N
+        parts = {name: 2 if name.startswith("slices") else 1 for name in places}  # of `slices.0.N`; of `slice1.N`
+        found = {name: weights[f"features.{name.split('.', skipped)[-1]}"] for name, skipped in parts.items()}
+        classifier.load_state_dict(found, strict=False)
     network.to(device).requires_grad_(False).eval()
     digest, (title, _, known) = sha256_of_file(path), networks[net]
     name = f"{kind.upper()} ({title})" if digest.startswith(known) else f"{kind.upper()} ({title}, {digest[:8]})"
@@ -282,28 +289,3 @@ def _dists_network() -> Any:
         return module.DISTSNetwork()
     finally:
         module.vgg16 = published
-
-
-def _read(path: Path) -> Mapping[str, Tensor]:
-    """Read a file of tensors by name; no code in it is run."""
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-            raise TypeError(type(found).__name__)
-    except Exception as error:
-        raise ElfattError(f"weights {path} are not a file of tensors by name ({type(error).__name__}).") from error
-    return found
-
-
-def _fill(network: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Put a classifier's layers, `features.N`, where the metric's network has the same N."""
-    for name, parameter in network.named_parameters():
-        place = name.split(".", 2 if name.startswith("slices") else 1)[-1]  # behind `slice1.`, `stage1.` or `slices.0.`
-        if name in ("alpha", "beta"):
-            continue
-        found = weights.get(f"features.{place}")
-        if found is None or found.shape != parameter.shape:
-            shape = "no" if found is None else f"a {tuple(found.shape)}"
-            raise ElfattError(f"weights {path} have {shape} 'features.{place}'; wanted is {tuple(parameter.shape)}.")
-        with torch.no_grad():
-            parameter.copy_(found)

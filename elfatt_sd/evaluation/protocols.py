@@ -30,7 +30,6 @@ Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Maybe = Annotated[int, Meta(ge=0)]  # 0 stands for all, none, or the protocol's own
 Pixels = Annotated[int, Meta(ge=8, multiple_of=8)]
 Scope = Literal["end_to_end", "unet"]
-SCOPES: tuple[Scope, ...] = ("end_to_end", "unet")
 FEW_REPEATS = 5  # rounds of timing; with fewer the results say so, and claim no gain
 NULL_SEED_OFFSET = 1_000_000  # the null row's seeds start here, past those of every image of a run
 _IN_PLACE = "tomesd"  # its rows name the preset that does the same, and have its settings
@@ -120,9 +119,13 @@ class Reference:
     count: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 50_000  # number of images that there must be
     allow_count: bool = False  # accept another number, which the metric's name then says
     size: Maybe = 0  # side of the square that they are resized to; 0 leaves them as they are
-    resize: str = "none"  # how the square comes about: `crop`, `stretch` or `none`
-    filter: str = "bicubic"  # Pillow's resampling filter
+    resize: Literal["none", "crop", "stretch"] = "none"  # how the square comes about
+    filter: Literal["bicubic", "bilinear", "lanczos", "box", "nearest"] = "bicubic"  # Pillow's resampling filter
     per_class: Maybe = 0  # take only the first so many of each class; 0 takes all
+
+    def __post_init__(self) -> None:
+        if (self.size > 0) != (self.resize != "none"):
+            raise refused(f"size={self.size} with resize={self.resize!r} of the reference", "both, or neither")
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ class Time:
     warmup: Maybe = 1  # untimed calls of every row before the first round, of a few steps each
     batch: Maybe = 0  # images per call; 0 takes the protocol's batch
     # `end_to_end` (prompt to uint8, no disk) and `unet` (the sum of the UNet's calls)
-    scopes: Annotated[tuple[Scope, ...], Meta(min_length=1)] = SCOPES
+    scopes: Annotated[tuple[Scope, ...], Meta(min_length=1)] = ("end_to_end", "unet")
 
 
 @dataclass(frozen=True)

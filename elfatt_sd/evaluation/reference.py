@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import shutil
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,10 +15,12 @@ import msgspec
 import numpy as np
 import PIL
 import torch
+from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.extraction import (
     DECODING,
+    Entry,
     Extracted,
     Pixels,
     Source,
@@ -26,7 +29,6 @@ from elfatt_sd.evaluation.extraction import (
     check_shared,
     extract,
     gathered,
-    left_out_words,
     open_source,
     together,
 )
@@ -41,21 +43,21 @@ from elfatt_sd.evaluation.statistics import (
     load_moments,
     read_array,
 )
-from elfatt_sd.files import folder_lock, refused, sha256_of_code, sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.files import folder_lock, sha256_of_code, sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.progress import Progress
 
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
+BLOCK = 1 << 16  # renders that are drawn at a time
 FORMAT = 1
 FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number shows in the metric's name
-FILTERS = ("bicubic", "bilinear", "lanczos", "box", "nearest")
-RESIZES = ("none", "crop", "stretch")
 
 
 @dataclass(frozen=True)
 class Reference:
     """What images are compared with."""
 
-    statistics: FeatureStatistics  # mean and covariance of the features
+    mean: Tensor  # of the features, `[d]`
+    covariance: Tensor  # of the features, `[d, d]`
     # float32 features `[m, d]` of evenly spaced images, memory-mapped, for the kernel distance; None where only moments
     # are known
     sample: np.ndarray[Any, Any] | None
@@ -67,7 +69,7 @@ class Reference:
     description: dict[str, Any] = field(default_factory=dict)  # where it comes from, as plain data for the report
 
     def __post_init__(self) -> None:
-        if not self.statistics.covariance.any():
+        if not self.covariance.any():
             source = self.description.get("source", "")
             raise ElfattError(f"reference {source} has one image over and over; accepted are images that differ.")
 
@@ -118,7 +120,7 @@ def build_reference(
     kept = _kept(folder, extractor.dimension)
     if kept is None:
         raise ElfattError(f"cache {folder} is damaged; give the same command to compute it again.")
-    data, statistics, sample = kept
+    data, mean, covariance, sample = kept
     count, unreadable = data["count"], data["unreadable"]
     if count != wanted.count and not wanted.allow_count and unreadable:
         raise ElfattError(
@@ -128,10 +130,8 @@ def build_reference(
         )
     _check_count(wanted, count)
     description = {key: value for key, value in data.items() if key != "format"}
-    if words := left_out_words(pictures.left_out):  # not in the cache: these files are no part of the identity
-        description["left_out"] = words[2:-1]  # without its brackets
-    suffix = "" if isinstance(pictures, Renders) else _suffix(count, data["resize"], data["size"])
-    return Reference(statistics, sample, count, unreadable, identity, suffix, description)
+    suffix = "" if wanted.source == "toy" else _suffix(count, data["resize"], data["size"])
+    return Reference(mean, covariance, sample, count, unreadable, identity, suffix, description)
 
 
 def is_moments(wanted: Wanted) -> bool:
@@ -145,26 +145,20 @@ def check_reference(wanted: Wanted, extractor: Extractor, classes: Sequence[int]
     return _identity(check_images(wanted, classes)[1], extractor)
 
 
-def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[Source | Renders, Any]:
+def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[Source, Any]:
     """Return the images, of which there are as many as there must be, and their fingerprint."""
     check_exists(wanted.source)
-    pictures: Source | Renders
     if wanted.source == "toy":
-        pictures = Renders(wanted.count, classes)
+        pictures = renders(wanted.count, classes)
         return pictures, pictures.fingerprint
     recipe = _recipe(wanted)
     pictures = replace(open_source(wanted.source, wanted.per_class), prepare=functools.partial(resized, **recipe))
-    _check_count(wanted, len(pictures), pictures.left_out)
+    _check_count(wanted, len(pictures))
     return pictures, [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, DECODING]
 
 
 def _recipe(wanted: Wanted) -> dict[str, Any]:
     """What happens to a decoded image before the extractor, see `resized`."""
-    for name, accepted in (("resize", RESIZES), ("filter", FILTERS)):
-        if getattr(wanted, name) not in accepted:
-            raise ElfattError(f"{name}={getattr(wanted, name)!r} is not known; accepted: {', '.join(accepted)}.")
-    if (wanted.size > 0) != (wanted.resize != "none"):
-        raise refused(f"size={wanted.size} with resize={wanted.resize!r}", "both, or neither")
     return {"size": wanted.size, "resize": wanted.resize, "filter": wanted.filter}
 
 
@@ -173,58 +167,52 @@ def _identity(fingerprint: Any, extractor: Extractor) -> str:
     return sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
 
 
-def _check_count(wanted: Wanted, count: int, left_out: Sequence[str] = ()) -> None:
+def _check_count(wanted: Wanted, count: int) -> None:
     """Refuse another number of images than the expected one, unless that is allowed."""
     if count != wanted.count and not wanted.allow_count:
         remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
-        said = f"{count} images{left_out_words(left_out)}"
-        raise ElfattError(f"reference {wanted.source} has {said}; accepted are {wanted.count}, or {remedy}.")
+        raise ElfattError(f"reference {wanted.source} has {count} images; accepted are {wanted.count}, or {remedy}.")
 
 
-class Renders:
+def renders(count: int, classes: Sequence[int]) -> Source:
     """Held-out images of the toy's renderer, with the classes of the prompts."""
+    from elfatt_sd.toy import renderer
 
-    BLOCK = 1 << 16
-    left_out: Sequence[str] = ()
+    chosen = list(classes) or list(range(len(renderer.CLASSES)))
+    wanted = tuple(chosen[index % len(chosen)] for index in range(count))
+    lock = threading.Lock()
 
-    def __init__(self, count: int, classes: Sequence[int]) -> None:
-        from elfatt_sd.toy import renderer
+    def read(entry: Entry) -> Pixels:
+        with lock:  # the first one draws all of them
+            labels, geometry = scenes(wanted)
+        place = entry.where
+        picture = renderer.render_parameters(labels[place : place + 1], geometry[place : place + 1])[0]
+        return (picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
 
-        classes = list(classes) or list(range(len(renderer.CLASSES)))
-        self.wanted = [classes[index % len(classes)] for index in range(count)]
-        source = sha256_of_code([Path(renderer.__file__).read_text(encoding="utf-8")])
-        self.fingerprint = ["renders", count, classes[:count], RENDER_SEED, source]
+    source = sha256_of_code([Path(renderer.__file__).read_text(encoding="utf-8")])
+    fingerprint = ["renders", count, chosen[:count], RENDER_SEED, source]
+    return Source([Entry(f"render {place}", place) for place in range(count)], fingerprint, read)
 
-    def __len__(self) -> int:
-        return len(self.wanted)
 
-    def load(self, start: int, stop: int) -> Iterator[Pixels]:
-        from elfatt_sd.toy.renderer import render_parameters
+@functools.lru_cache(maxsize=1)
+def scenes(wanted: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Labels and geometry, drawn from the renderer's own distribution; those of the wanted classes are kept."""
+    from elfatt_sd.toy import renderer
 
-        labels, geometry = self.scenes
-        for index in range(start, stop):
-            picture = render_parameters(labels[index : index + 1], geometry[index : index + 1])[0]
-            yield (picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
-
-    @functools.cached_property
-    def scenes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Labels and geometry, drawn from the renderer's own distribution; those of the wanted classes are kept."""
-        from elfatt_sd.toy import renderer
-
-        numbers = {tuple(each): number for number, each in enumerate(renderer.class_labels(renderer.CLASSES).tolist())}
-        open_places: dict[int, list[int]] = {}
-        for place in reversed(range(len(self.wanted))):
-            open_places.setdefault(self.wanted[place], []).append(place)
-        labels = torch.zeros(len(self.wanted), len(renderer.ATTRIBUTES), dtype=torch.int64, device="cpu")
-        geometry = torch.zeros(len(self.wanted), len(renderer.GEOMETRY), dtype=torch.float32, device="cpu")
-        generator = torch.Generator().manual_seed(RENDER_SEED)
-        while any(open_places.values()):
-            drawn = renderer.sample_parameters(self.BLOCK, generator)
-            for row, scene in enumerate(drawn[0].tolist()):
-                if places := open_places.get(numbers[tuple(scene)]):
-                    place = places.pop()
-                    labels[place], geometry[place] = drawn[0][row], drawn[1][row]
-        return labels, geometry
+    numbers = {tuple(each): number for number, each in enumerate(renderer.class_labels(renderer.CLASSES).tolist())}
+    open_places: dict[int, list[int]] = {}
+    for place in reversed(range(len(wanted))):
+        open_places.setdefault(wanted[place], []).append(place)
+    labels = torch.zeros(len(wanted), len(renderer.ATTRIBUTES), dtype=torch.int64, device="cpu")
+    geometry = torch.zeros(len(wanted), len(renderer.GEOMETRY), dtype=torch.float32, device="cpu")
+    generator = torch.Generator().manual_seed(RENDER_SEED)
+    while any(open_places.values()):
+        drawn = renderer.sample_parameters(BLOCK, generator)
+        for row, scene in enumerate(drawn[0].tolist()):
+            if places := open_places.get(numbers[tuple(scene)]):
+                place = places.pop()
+                labels[place], geometry[place] = drawn[0][row], drawn[1][row]
+    return labels, geometry
 
 
 def _suffix(count: int, resize: str = "none", size: int = 0) -> str:
@@ -265,7 +253,7 @@ class _Record(msgspec.Struct, frozen=True):
     size: int
 
 
-def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatistics, np.ndarray[Any, Any]] | None:
+def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], Tensor, Tensor, np.ndarray[Any, Any]] | None:
     """What the cache holds of a reference; None where that is not whole."""
     try:
         data = read_data(folder / "reference.json", _Record, "")
@@ -278,7 +266,7 @@ def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], FeatureStatisti
     wanted = (dimension, data["count"], min(data["count"], KERNEL_SAMPLE))
     if sample is None or (len(mean), count, len(sample)) != wanted or not is_finite(sample):
         return None
-    return data, FeatureStatistics.from_moments(mean, covariance, data["count"]), sample
+    return data, mean, covariance, sample
 
 
 def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
@@ -291,11 +279,9 @@ def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
         raise ElfattError(f"reference {path} has {len(mean)} features; {needed}.")
     if count is not None:
         _check_count(wanted, count)
-    covariance = check_covariance(path, covariance, count)
-    # a count only scales sums: distances do not depend on it
-    statistics = FeatureStatistics.from_moments(mean, covariance, count or FULL_COUNT)
+    covariance = check_covariance(path, covariance)
     suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
     digest = sha256_of_file(path)
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])
     description: dict[str, Any] = {"source": str(path), "sha256": digest, "count": count, "identity": identity}
-    return Reference(statistics, None, count, [], identity, suffix, {**description, "unreadable": []})
+    return Reference(mean, covariance, None, count, [], identity, suffix, {**description, "unreadable": []})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.nn import functional
 from elfatt_sd.devices import accelerators, has_float64
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.extraction import Images, by_first, extract, process_state, quiet_pillow, scoring_device
-from elfatt_sd.evaluation.features import Extractor, ToyExtractor, load_extractor
+from elfatt_sd.evaluation.features import Extractor, load_extractor, toy_attributes
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
 from elfatt_sd.evaluation.metrics import Better, ImageMetric, check_feature_metrics, load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts
@@ -48,7 +48,6 @@ from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_jso
 from elfatt_sd.progress import Progress
 
 Array = np.ndarray[Any, Any]
-Distance = FrechetFigures | Estimate  # of Frechet, or of a kernel
 PAIRS_FORMAT = 4  # of what is kept of pairs
 MOST_CHANGED = 16
 DIGITS = 6  # of what is kept of each image
@@ -147,13 +146,23 @@ def _classes(protocol: Protocol) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Known:
+    """A figure of a row."""
+
+    estimate: Estimate
+    better: Better = "lower"
+    limit: FrechetFigures | None = None  # of a Frechet distance: what it is with infinitely many images
+    interval: Interval | None = None  # where it is not that of the estimate
+
+
+@dataclass(frozen=True)
 class Measured:
-    """What is known of a row by itself."""
+    """What is known of a row by itself: figures by their names."""
 
     images: Images
-    distances: dict[str, Distance]  # by their names
-    right: dict[str, Tensor]  # whether each image shows what its prompt says, by attribute; only of the toy
-    metrics: dict[str, tuple[Estimate, Better]]  # by their names, but for those that compare
+    distances: dict[str, Known] = field(default_factory=dict)
+    accuracy: dict[str, Known] = field(default_factory=dict)  # by attribute; only of the toy
+    metrics: dict[str, Known] = field(default_factory=dict)  # but for those that compare
 
 
 @dataclass(frozen=True)
@@ -167,36 +176,43 @@ class Scorer:
     progress: Progress | None = None
 
     def measure(self, images: Images) -> Measured:
-        distances: dict[str, Distance] = {}
-        right: dict[str, Tensor] = {}
-        figures: dict[str, tuple[Estimate, Better]] = {}
+        row = Measured(images)
         for metric in self.metrics:
             if not metric.compares:
-                figures[metric.name] = Estimate.mean(self._values(metric, images), images.classes), metric.better
+                values = self._values(metric, images)
+                row.metrics[metric.name] = Known(Estimate.mean(values, images.classes), metric.better)
         for scale in self.scales:
-            distances |= scale.distances(images)
-            figures |= scale.figures(images, {choice.metric for choice in self.protocol.metrics})
-            if self.protocol.of_toy and isinstance(scale.extractor, ToyExtractor):
-                right = right or scale.right(images, scale.extractor)
-        return Measured(images, distances, right, figures)
+            scale.measure(row, {choice.metric for choice in self.protocol.metrics})
+            if self.protocol.of_toy and scale.extractor.name == "toy":
+                row.accuracy.update(_accuracy(images, scale))
+        return row
 
     def score(self, row: Measured, baseline: Measured | None) -> dict[str, Any]:
         """Return what `scores.json` has of a row; without a baseline, of the baseline itself."""
-        images, paired, lowest = row.images, None, []
+        images, paired, lowest, metrics = row.images, None, [], {}
         if baseline:
             device = torch.device(network_device(self.protocol))
             changes = pair_changes(images, baseline.images, self.cache, device, self.progress)
             paired = self._paired(row, baseline, changes)
             order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
             lowest = [index for index in order if changes[index, 0].isfinite()]  # identical ones are left out
+            for metric in self.metrics:
+                if metric.compares:  # a difference itself: it has an interval and no verdict
+                    mean = Estimate.mean(self._values(metric, images, baseline.images), images.classes)
+                    figure = {"value": mean.value, "interval": mean.interval(), "better": metric.better}
+                    metrics[metric.name] = {**figure, "compares": True}
+        rows: dict[str, dict[str, Any]] = {}
+        for part in ("distances", "accuracy", "metrics"):
+            before = getattr(baseline, part) if baseline else None
+            rows[part] = _compared(getattr(row, part), before, images.classes, named=part == "metrics")
         return {
             "images": len(images.paths),
             "classes": len(set(images.classes)),
-            "distances": _distances(row, baseline),
+            "distances": rows["distances"],
             "paired": paired,
-            "accuracy": _accuracy(row, baseline) if row.right else None,
+            "accuracy": rows["accuracy"] or None,
             "most_changed": lowest,
-            **({"metrics": self._metrics(row, baseline)} if self.protocol.metrics else {}),
+            **({"metrics": metrics | rows["metrics"]} if self.protocol.metrics else {}),
         }
 
     def _paired(self, row: Measured, baseline: Measured, changes: Tensor) -> dict[str, Any]:
@@ -222,25 +238,6 @@ class Scorer:
             cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
             each = cosine.view(len(images.paths), -1).mean(1)
             found["cosine"] = {**_summary(each, classes, -1.0, 1.0), "extractor": scale.extractor.name}
-        return found
-
-    def _metrics(self, row: Measured, baseline: Measured | None) -> dict[str, Any]:
-        """Return, by the metric's name, `value`, `interval`, `better` and, where there is a baseline, `difference`.
-
-        What compares with the untouched images is a difference itself: it has an interval, no verdict, and no value
-        for the baseline.
-        """
-        found: dict[str, Any] = {}
-        for metric in self.metrics:
-            if metric.compares and baseline:
-                estimate = Estimate.mean(self._values(metric, row.images, baseline.images), row.images.classes)
-                found[metric.name] = {**_figure(estimate), "better": metric.better, "compares": True}
-        for name, (estimate, better) in row.metrics.items():
-            found[name] = {**_figure(estimate), "better": better}
-            if baseline:
-                difference = estimate - baseline.metrics[name][0]
-                judged = _judged(difference.value, difference.interval(), row, lower_is_better=better == "lower")
-                found[name]["difference"] = judged if better else _figure(difference)
         return found
 
     def _values(self, metric: ImageMetric, images: Images, baseline: Images | None = None) -> Tensor:
@@ -272,45 +269,43 @@ def _kept(path: Path, compute: Callable[[], Tensor], *shape: int) -> Tensor:
     return values
 
 
-def _figure(estimate: Estimate) -> dict[str, Any]:
-    return {"value": estimate.value, "interval": estimate.interval()}
-
-
-def _judged(
-    value: float, interval: Interval | None, row: Measured, *, lower_is_better: bool = True, **more: str
+def _compared(
+    figures: dict[str, Known], before: dict[str, Known] | None, classes: Sequence[int], *, named: bool
 ) -> dict[str, Any]:
-    said = verdict(interval, even_classes(row.images.classes), lower_is_better=lower_is_better)
-    return {"value": value, "interval": interval, "verdict": said, **more}
+    """Return figures as they are published, and their paired differences to the untouched pipeline with verdicts.
 
-
-def _distances(row: Measured, baseline: Measured | None) -> dict[str, Any]:
-    """Distances as they are published; the difference of a Frechet distance is that of infinitely many images."""
+    The difference of a Frechet distance is that of infinitely many images. `named` ones say which values are better.
+    """
     rows: dict[str, Any] = {}
-    for name, figure in row.distances.items():
-        other = baseline.distances[name] if baseline else None
-        rows[name] = _figure(figure.published if isinstance(figure, FrechetFigures) else figure)
-        if isinstance(figure, FrechetFigures) and isinstance(other, FrechetFigures):
-            rows[name]["difference"] = _judged(*figure.limit_difference(other), row, images="infinite")
-        elif isinstance(figure, Estimate) and isinstance(other, Estimate):
-            rows[name]["difference"] = _judged((figure - other).value, (figure - other).interval(), row)
+    for name, known in figures.items():
+        estimate, better, limit = known.estimate, known.better, known.limit
+        rows[name] = {"value": estimate.value, "interval": known.interval or estimate.interval()}
+        rows[name] |= {"better": better} if named else {}
+        if before is None:
+            continue
+        other = before[name]
+        moved = estimate - other.estimate
+        value, interval = moved.value, moved.interval()
+        if limit and other.limit:
+            value, interval = limit.limit_difference(other.limit)
+        said = verdict(interval, even_classes(classes), lower_is_better=better == "lower")
+        rows[name]["difference"] = {"value": value, "interval": interval, **({"verdict": said} if better else {})}
+        rows[name]["difference"] |= {"images": "infinite"} if limit else {}
     return rows
 
 
-def _accuracy(row: Measured, baseline: Measured | None) -> dict[str, Any]:
+def _accuracy(images: Images, scale: Scale) -> dict[str, Known]:
     """Fraction of images that show what their prompt says, per attribute and as the mean of all."""
-    classes = row.images.classes
-    right, *before = (
-        {**side.right, "mean": torch.stack(list(side.right.values())).mean(0)} for side in (row, baseline) if side
-    )
-    rows: dict[str, Any] = {}
-    for name, values in right.items():
-        figure = Estimate.mean(values, classes)
-        parts = len(row.right) if name == "mean" else 1
-        rows[name] = {"value": figure.value, "interval": share_interval(values, classes, parts)}
-        for other in before:
-            moved = figure - Estimate.mean(other[name], classes)
-            rows[name]["difference"] = _judged(moved.value, moved.interval(), row, lower_is_better=False)
-    return rows
+    from elfatt_sd.toy.renderer import CLASSES, class_labels
+
+    seen = toy_attributes(scale.extractor, torch.from_numpy(np.array(scale.features(images))))
+    wanted = class_labels([CLASSES[number] for number in images.classes]).unbind(1)
+    right = {name: (found == each).double() for (name, found), each in zip(seen.items(), wanted, strict=True)}
+    found, classes = {}, images.classes
+    for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
+        interval = share_interval(values, classes, len(right) if name == "mean" else 1)
+        found[name] = Known(Estimate.mean(values, classes), "higher", interval=interval)
+    return found
 
 
 class Scale:
@@ -348,44 +343,33 @@ class Scale:
         key = sha256_of_data([images.identity, self.extractor.identity])
         return self.cache / f"{images.name}-{self.extractor.name}-{key[:16]}.npy"
 
-    def distances(self, images: Images) -> dict[str, Distance]:
-        """The Frechet distance and, where the reference has features, the kernel distance."""
-        features, classes, sample = self.features(images), images.frame_classes, self.reference.sample
+    def measure(self, row: Measured, wanted: Collection[str]) -> None:
+        """Add the Frechet distance and, where the reference has features, the kernel distance and wanted metrics."""
+        features, extractor = self.features(row.images), self.extractor
+        classes = [number for number in row.images.classes for _ in range(row.images.frames)]
         target, within = self._known
-        found: dict[str, Distance] = {self.distance_name: frechet_figures(features, target, classes)}
-        if sample is not None:
-            name = self.extractor.kernel_name + self.reference.metric_suffix
-            found[name] = kernel_distance(features, sample, classes, within=within)
-        return found
+        figures = frechet_figures(features, target, classes)
+        row.distances[self.distance_name] = Known(figures.published, limit=figures)
+        sample, recipe = self.reference.sample, extractor.preprocessing
+        if sample is None:
+            return
+        title = extractor.kernel_name + self.reference.metric_suffix
+        row.distances[title] = Known(kernel_distance(features, sample, classes, within=within))
+        if "prdc" in wanted:
+            where = extractor.distance_name.removeprefix("FD-").replace("FID", "Inception", 1)
+            for name, estimate in neighbour_figures(features, sample, classes).items():
+                row.metrics[f"{name} ({where})"] = Known(estimate, "higher")
+        if "cmmd" in wanted and extractor.name == "clip":
+            published = (recipe.get("crop"), extractor.dimension) == (336, 768)
+            name = "CMMD" if published else f"CMMD ({str(recipe.get('sha256'))[:8]})"
+            row.metrics[name] = Known(cmmd(features, sample, classes))
 
     @cached_property
     def _known(self) -> tuple[Target, float | None]:
         """What distances need of the reference, whatever the row."""
-        statistics, sample = self.reference.statistics, self.reference.sample
-        return Target(statistics.mean, statistics.covariance), None if sample is None else kernel_within(sample)
-
-    def figures(self, images: Images, wanted: Collection[str]) -> dict[str, tuple[Estimate, Better]]:
-        """The wanted ones of the metrics of features, where the reference has features."""
-        figures: dict[str, tuple[Estimate, Better]] = {}
-        sample, recipe = self.reference.sample, self.extractor.preprocessing
-        if sample is not None and "prdc" in wanted:
-            where = self.extractor.distance_name.removeprefix("FD-").replace("FID", "Inception", 1)
-            found = neighbour_figures(self.features(images), sample, images.frame_classes)
-            figures |= {f"{name} ({where})": (estimate, "higher") for name, estimate in found.items()}
-        if sample is not None and "cmmd" in wanted and self.extractor.name == "clip":
-            published = (recipe.get("crop"), self.extractor.dimension) == (336, 768)
-            name = "CMMD" if published else f"CMMD ({str(recipe.get('sha256'))[:8]})"
-            figures[name] = cmmd(self.features(images), sample, images.frame_classes), "lower"
-        return figures
-
-    def right(self, images: Images, extractor: ToyExtractor) -> dict[str, Tensor]:
-        """Whether each image shows its prompt's attributes: `[n]` of 0 or 1, per attribute."""
-        from elfatt_sd.toy.renderer import CLASSES, class_labels
-
-        seen = extractor.classify(torch.from_numpy(np.array(self.features(images))))
-        wanted = class_labels([CLASSES[number] for number in images.classes]).unbind(1)
-        pairs = zip(seen.items(), wanted, strict=True)
-        return {name: (found == each).to(torch.float64) for (name, found), each in pairs}
+        sample = self.reference.sample
+        target = Target(self.reference.mean, self.reference.covariance)
+        return target, None if sample is None else kernel_within(sample)
 
 
 def pair_changes(

@@ -204,8 +204,6 @@ def score(run: Run, report: Report = print) -> None:
     references = scores["references"].values()
     for name in dict.fromkeys(name for part in references for name in part.get("unreadable", ())):
         report(f"score: reference image not readable: {name}")
-    for words in dict.fromkeys(part["left_out"] for part in references if part.get("left_out")):
-        report(f"score: reference: {words}")
 
 
 def _once(

@@ -282,15 +282,6 @@ class FeatureStatistics:
         self._scatter = torch.zeros(dimension, dimension, dtype=torch.float64, device="cpu")
 
     @classmethod
-    def from_moments(cls, mean: Tensor, covariance: Tensor, count: int) -> FeatureStatistics:
-        """Build from a mean `[d]`, an unbiased covariance `[d, d]` and the number of samples, at least 2."""
-        statistics = cls(len(mean))
-        statistics.count = count
-        statistics.mean = mean.to(torch.float64)
-        statistics._scatter = covariance.to(torch.float64) * (count - 1)
-        return statistics
-
-    @classmethod
     def of(cls, features: Features) -> FeatureStatistics:
         """Stream over all rows of features `[n, d]`, in memory or memory-mapped."""
         statistics = cls(features.shape[1])
@@ -327,7 +318,7 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
         with load_plain(path) as data:
             arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))
             mean, covariance = map(torch.from_numpy, arrays)
-            count = data["count"].item() if "count" in data else None
+            count = int(data["count"]) if "count" in data else None
     except Exception as error:  # NumPy raises many kinds for damaged files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ElfattError(f"{path} cannot be read ({reason}); accepted is an .npz file with mu and sigma.") from error
@@ -336,26 +327,21 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
         wrong = f"mu {tuple(mean.shape)} and sigma {tuple(covariance.shape)}"
     elif not ((mean.abs() <= LARGEST).all() and (covariance.abs() <= LARGEST**2).all()):  # so written, NaN is neither
         wrong = "NaN, or numbers too large for a distance"
-    elif count is not None and not (isinstance(count, int | float) and 2 <= count < 2**53 and count == int(count)):
-        wrong = f"count {count!r}"
     if wrong:
-        raise ElfattError(f"{path} has {wrong}; accepted are mu [d], sigma [d, d] and, if any, a whole count above 1.")
-    return mean, covariance, None if count is None else int(count)
+        raise ElfattError(f"{path} has {wrong}; accepted are mu [d] and sigma [d, d].")
+    return mean, covariance, count
 
 
-def check_covariance(path: Path, covariance: Tensor, count: int | None = None) -> Tensor:
+def check_covariance(path: Path, covariance: Tensor) -> Tensor:
     """Return a covariance `[d, d]` of another tool, without what rounding left of asymmetry."""
     largest, asymmetry = covariance.abs().max(), (covariance - covariance.T).abs().max()
     symmetric = (covariance + covariance.T) / 2
     values = torch.linalg.eigvalsh(symmetric)
-    rank = int((values > COVARIANCE_ROUNDING * values[-1]).sum())
     wrong = ""
     if asymmetry > COVARIANCE_ROUNDING * largest:
         wrong = f"a sigma that is not symmetric (by {asymmetry:.3g})"
     elif values[0] < -COVARIANCE_ROUNDING * values[-1].abs():
         wrong = f"a sigma with the negative eigenvalue {values[0]:.3g}"
-    elif count is not None and rank >= count:
-        wrong = f"count {count} and a sigma of rank {rank}, which so many images cannot have"
     if wrong:
         raise ElfattError(f"{path} has {wrong}; accepted is a covariance.")
     return symmetric

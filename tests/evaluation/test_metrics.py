@@ -1,7 +1,12 @@
-"""Metrics against torchmetrics, transformers and their definitions; a function of one's own; and what is refused."""
+"""Extractors and metrics against the packages that define them, with the real networks and random weights.
+
+And functions of one's own, and what is refused.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +17,28 @@ from PIL import Image
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.evaluation import features
 from elfatt_sd.evaluation import metrics as module
 from elfatt_sd.evaluation.extraction import Images
+from elfatt_sd.evaluation.features import Extractor, load_extractor, toy_attributes
 from elfatt_sd.evaluation.metrics import Batch, ImageMetric, MetricChoice, check_feature_metrics, load_metrics
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.score import Scorer
 from elfatt_sd.files import sha256_of_file
+from elfatt_sd.toy.features import load_feature_extractor
 
 PROMPTS = ["a cat", "a dog in the snow", "an owl"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("weights")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_clip(tmp_path_factory.mktemp("clip"))
 
 
 @pytest.fixture(scope="module")
-def clip(folder: Path) -> Path:
-    return write_clip(folder / "clip")
-
-
-@pytest.fixture(scope="module")
-def alexnet(folder: Path) -> Path:
-    return write_classifier(folder / "alexnet.pth", "alexnet")
+def classifiers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("weights")
+    return {name: write_classifier(folder / name, name) for name in ("alexnet", "squeezenet1_1", "vgg16")}
 
 
 def images(seed: int, frames: int = 1) -> Tensor:
@@ -47,35 +51,31 @@ def load(**choice: Any) -> ImageMetric:
     return metric
 
 
-def lpips(path: Path, net: Any, depth: int) -> Any:
-    """Torchmetrics' network with the weights of a file, by the number of names before those of the file."""
-    from torchmetrics.functional.image.lpips import _LPIPS
-
-    network: Any = _LPIPS(pretrained=True, net=net, pnet_rand=True)
-    kept, places = torch.load(path), [key for key, _ in network.net.named_parameters()]
-    network.net.load_state_dict({key: kept[f"features.{key.split('.', depth)[-1]}"] for key in places})
-    return lambda ours, theirs: network(ours, theirs, normalize=True).flatten()
-
-
-def dists(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.mark.parametrize(("name", "net"), [("alexnet", "alex"), ("squeezenet1_1", "squeeze"), ("vgg16", "")])
+def test_closeness_is_torchmetrics(
+    classifiers: dict[str, Path], name: str, net: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its network with the weights of a file, by the number of names before those of the file."""
     from torchmetrics.functional.image import dists
+    from torchmetrics.functional.image.lpips import _LPIPS
     from torchvision.models import vgg
 
-    layers = vgg.make_layers(vgg.cfgs["D"], batch_norm=False)
-    layers.load_state_dict({key.removeprefix("features."): value for key, value in torch.load(path).items()})
-    monkeypatch.setattr(dists, "vgg16", lambda weights: type("Vgg", (), {"features": layers}))
-    return dists.DISTSNetwork()
-
-
-@pytest.mark.parametrize("name", ["alexnet", "squeezenet1_1", "vgg16"])
-def test_closeness_is_torchmetrics(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_classifier(folder / f"{name}-closeness.pth", name)
-    metric = load(metric="dists" if name == "vgg16" else "lpips", weights=str(path))
-    depth, net = (1, "alex") if name == "alexnet" else (2, "squeeze")
-    network = dists(path, monkeypatch) if name == "vgg16" else lpips(path, net, depth)
+    weights: dict[str, Tensor] = torch.load(classifiers[name])
+    network: Any
+    if net:
+        network = _LPIPS(pretrained=True, net=net, pnet_rand=True)
+        depth, places = 1 if net == "alex" else 2, [key for key, _ in network.net.named_parameters()]
+        network.net.load_state_dict({key: weights[f"features.{key.split('.', depth)[-1]}"] for key in places})
+    else:
+        layers = vgg.make_layers(vgg.cfgs["D"], batch_norm=False)
+        layers.load_state_dict({key.removeprefix("features."): value for key, value in weights.items()})
+        monkeypatch.setattr(dists, "vgg16", lambda weights: type("Vgg", (), {"features": layers}))
+        network = dists.DISTSNetwork()
+    metric = load(metric="lpips" if net else "dists", weights=str(classifiers[name]))
     ours, theirs = images(0), images(1)
     found = metric.measure(Batch(ours, PROMPTS, theirs))
-    torch.testing.assert_close(found, network(ours[:, 0] / 255, theirs[:, 0] / 255))
+    expected = network(ours[:, 0] / 255, theirs[:, 0] / 255, **({"normalize": True} if net else {}))
+    torch.testing.assert_close(found, expected.flatten())
     assert (found > 0).all() and metric.measure(Batch(ours[:1], PROMPTS[:1], ours[:1])).abs().max() < 1e-5
     assert metric.compares and not metric.better
 
@@ -97,8 +97,11 @@ def test_alignment_is_that_of_transformers(clip: Path) -> None:
         assert metric.better == "higher" and not metric.compares
 
 
-def test_clips_long_prompts_and_names(alexnet: Path, clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clips_long_prompts_and_names(
+    classifiers: dict[str, Path], clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A clip has the mean of its frames; prompts that are cut off are told once; other weights show in the name."""
+    alexnet = classifiers["alexnet"]
     closeness, alignment = load(metric="lpips", weights=str(alexnet)), load(metric="clip-score", weights=str(clip))
     ours, theirs = images(0, frames=3), images(1, frames=3)
     for metric in (closeness, alignment):
@@ -110,9 +113,8 @@ def test_clips_long_prompts_and_names(alexnet: Path, clip: Path, monkeypatch: py
         alignment.reads(long)
     assert len(told) == 1
     assert alignment.measure(Batch(images(0)[:2], long)).isfinite().all()
-    assert alignment.name.startswith("CLIPScore (")
     digest = sha256_of_file(alexnet)
-    assert closeness.name == f"LPIPS (AlexNet, {digest[:8]})"
+    assert alignment.name.startswith("CLIPScore (") and closeness.name == f"LPIPS (AlexNet, {digest[:8]})"
     monkeypatch.setattr(module, "_NETWORKS", {"alex": ("AlexNet", "features.10.weight", digest[:8])})
     assert load(metric="lpips", weights=str(alexnet)).name == "LPIPS (AlexNet)"
 
@@ -137,50 +139,43 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 2
 
 
-@pytest.mark.parametrize(
-    ("choice", "reason"),
-    [
-        ({"metric": "lpip"}, "accepted: lpips, dists"),
-        ({"metric": "lpips"}, "accepted: weights, torchvision's file"),
-        ({"metric": "prdc", "weights": "x"}, "accepted: none"),
-        ({"metric": "lpips", "weights": "x", "better": "lower"}, "better='lower'"),
-        ({"metric": "lpips", "weights": "absent.pth"}, "not a file of tensors"),
-        ({"metric": "clip-score", "weights": "absent"}, "no config.json"),
-        ({"metric": "own_metrics:absent"}, "cannot be imported"),
-        ({"metric": "absent_module:f"}, "cannot be imported"),
-        (
-            {"metric": "own_metrics:brightness", "name": "FID (mine)"},
-            r"name='FID \(mine\)' .* is that of another figure",
-        ),
-        ({"metric": "own_metrics:brightness", "name": "ssim"}, "is that of another figure"),
-        ({"metric": "own_metrics:one_number"}, r"the shape \(\)"),
-        ({"metric": "own_metrics:broken"}, r"RuntimeError: no\)"),
-        ({"metric": "own_metrics:needs_a_word"}, r"with \(images: .*scale: "),
-    ],
-)
-def test_what_is_refused(choice: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ElfattError, match=reason) as raised:
-        load(**choice).measure(Batch(images(0), PROMPTS))
-    assert "\n" not in str(raised.value)
-
-
-def test_files_that_are_something_else(folder: Path, alexnet: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = {key: value for key, value in torch.load(alexnet).items() if key != "features.3.weight"}
-    cases: tuple[tuple[str, Any, str], ...] = (
-        ("lpips", {"other": torch.zeros(1)}, "of no network of LPIPS; give torchvision's file of AlexNet, VGG16 or"),
-        ("lpips", [1], "not a file of tensors"),
-        ("lpips", cut, "no 'features.3.weight'"),
-        ("lpips", {**cut, "features.3.weight": torch.zeros(2)}, r"a \(2,\) 'features.3"),
-        ("dists", torch.load(alexnet), "of no network of DISTS; give torchvision's file of VGG16"),
-    )
-    for metric, content, reason in cases:
-        torch.save(content, folder / "odd.pth")
-        with pytest.raises(ElfattError, match=reason):
-            load(metric=metric, weights=str(folder / "odd.pth"))
+def test_what_is_refused(
+    tmp_path: Path, classifiers: dict[str, Path], clip: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, own = torch.load(classifiers["alexnet"]), "own_metrics:brightness"
+    cut = {key: value for key, value in whole.items() if key != "features.3.weight"}
+    cases: list[tuple[dict[str, Any], Any, str]] = [
+        ({"metric": "lpip"}, None, "accepted: lpips, dists"),
+        ({"metric": "lpips"}, None, "accepted: weights, torchvision's file"),
+        ({"metric": "prdc", "weights": "x"}, None, "accepted: none"),
+        ({"metric": "lpips", "weights": "x", "better": "lower"}, None, "better='lower'"),
+        ({"metric": "lpips", "weights": "absent.pth"}, None, "weights absent.pth cannot be loaded"),
+        ({"metric": "clip-score", "weights": "absent"}, None, "no config.json"),
+        ({"metric": "own_metrics:absent"}, None, "has no attribute 'absent'"),
+        ({"metric": "absent_module:f"}, None, "No module named 'absent_module'"),
+        ({"metric": own, "name": "FID (mine)"}, None, r"name='FID \(mine\)' .* is that of another figure"),
+        ({"metric": own, "name": "ssim"}, None, "is that of another figure"),
+        ({"metric": "own_metrics:one_number"}, None, r"the shape \(\)"),
+        ({"metric": "own_metrics:broken"}, None, r"RuntimeError: no\)"),
+        ({"metric": "own_metrics:needs_a_word"}, None, "missing a required argument: 'scale'"),
+        ({"metric": "lpips"}, {"other": torch.zeros(1)}, "of no network of LPIPS; give torchvision's file of AlexNet,"),
+        ({"metric": "lpips"}, torch.zeros(1), "cannot be loaded"),
+        ({"metric": "lpips"}, cut, r"cannot be loaded \('features.3.weight'"),
+        ({"metric": "lpips"}, {**cut, "features.3.weight": torch.zeros(1)}, "cannot be loaded"),
+        ({"metric": "dists"}, whole, "of no network of DISTS; give torchvision's file of VGG16"),
+    ]
+    for choice, content, reason in cases:
+        if content is not None:
+            torch.save(content, tmp_path / "odd.pth")
+            choice = {**choice, "weights": str(tmp_path / "odd.pth")}
+        with pytest.raises(ElfattError, match=reason) as raised:
+            load(**choice).measure(Batch(images(0), PROMPTS))
+        assert "\n" not in str(raised.value)
+    with pytest.raises(ElfattError, match="needs CLIP's features"):
+        check_feature_metrics([MetricChoice("cmmd")], [])
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torchvision" else object())
-    load(metric="own_metrics:brightness")
     with pytest.raises(ElfattError, match=r"pip install .*inception"):
-        load(metric="lpips", weights=str(alexnet))
+        load(metric="lpips", weights=str(classifiers["alexnet"]))
 
 
 def row(folder: Path, name: str, lighter: int, classes: Any = range(40)) -> Images:
@@ -192,34 +187,181 @@ def row(folder: Path, name: str, lighter: int, classes: Any = range(40)) -> Imag
     return Images(name, paths, [sha256_of_file(path) for path in paths], classes, ["a cat"] * 40)
 
 
-def scorer(folder: Path, *choices: MetricChoice) -> Scorer:
-    cell = Cell("sd", "SD", "sd", role="baseline")
-    return Scorer(Protocol("p", (cell,), metrics=choices), load_metrics(choices, "cpu"), [], folder)
-
-
-UNEVEN = [0] * 9 + list(range(1, 32))
-
-
 @pytest.mark.parametrize(
     ("better", "classes", "verdict"),
     [
         ("higher", range(40), "better"),
         ("lower", range(40), "worse"),
         ("", range(40), None),
-        ("higher", UNEVEN, "too few classes to tell"),
+        ("higher", [0] * 9 + list(range(1, 32)), "too few classes to tell"),  # of uneven sizes
     ],
 )
 def test_a_paired_difference_has_a_verdict(tmp_path: Path, better: Any, classes: Any, verdict: str | None) -> None:
-    own = MetricChoice("own_metrics:brightness", better=better)
-    judge = scorer(tmp_path, own, MetricChoice("own_metrics:moved"))
+    def scorer(*choices: MetricChoice) -> Scorer:
+        protocol = Protocol("p", (Cell("sd", "SD", "sd", role="baseline"),), metrics=choices)
+        return Scorer(protocol, load_metrics(choices, "cpu"), [], tmp_path)
+
+    judge = scorer(MetricChoice("own_metrics:brightness", better=better), MetricChoice("own_metrics:moved"))
     light, dark = (judge.measure(row(tmp_path, *each, classes)) for each in (("light", 20), ("dark", 0)))
     found, alone = judge.score(light, dark)["metrics"], judge.score(dark, None)["metrics"]
     assert found["brightness"]["difference"]["value"] == pytest.approx(20)
     assert found["brightness"]["difference"].get("verdict") == verdict
     assert found["moved"]["value"] == pytest.approx(20)
     assert "difference" not in alone["brightness"] and "moved" not in alone
-    endless = scorer(tmp_path, MetricChoice("own_metrics:endless"))
     with pytest.raises(ElfattError, match="of image 0 of row 'a' is"):
-        endless.measure(row(tmp_path, "a", 0))
-    with pytest.raises(ElfattError, match="needs CLIP's features"):
-        check_feature_metrics([MetricChoice("cmmd")], [])
+        scorer(MetricChoice("own_metrics:endless")).measure(row(tmp_path, "a", 0))
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+WAYS = ("inception", "inception:torch-fidelity", "inception:pytorch-fid", "inception:clean-fid")
+
+
+def pictures(count: int, height: int = 64, width: int = 64) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, 3, height, width), dtype=torch.uint8, generator=generator)
+
+
+def inception(way: str, file: Path) -> Extractor:
+    return load_extractor(way, weights=file, sha256=sha256_of_file(file))
+
+
+def test_inception_resizes_as_tensorflow_did_and_only_the_published_weights_give_fid(
+    inception_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published statistics need TensorFlow 1's resizing; torchmetrics' own default has antialiasing.
+
+    Pictures of the network's own size are not resized, so all ways differ by the scale of their values alone.
+    """
+    fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
+    extractor, digest = inception("inception", inception_file), sha256_of_file(inception_file)
+    original = fidelity.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"], str(inception_file))
+    images = pictures(2, 320, 400)
+    found = extractor(images)
+    assert (found.shape, found.dtype, extractor.dimension) == ((2, 2048), torch.float32, 2048)
+    torch.testing.assert_close(found, original(images)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[1:2], extractor(images[1:2]), rtol=1e-4, atol=1e-5)
+    names = (extractor.distance_name, extractor.kernel_name)
+    assert names == (f"FD-Inception-{digest[:8]}", f"KD-Inception-{digest[:8]}")
+    assert features.INCEPTION_SHA256.startswith("6726825d")
+    monkeypatch.setattr(features, "INCEPTION_SHA256", digest)
+    ways = [load_extractor(way, weights=inception_file) for way in WAYS]
+    assert [each.distance_name for each in ways] == ["FID", "FID", "FID (pytorch-fid)", "FID (clean-fid)"]
+    assert [each.kernel_name for each in ways] == ["KID", "KID", "KID (pytorch-fid)", "KID (clean-fid)"]
+    assert len({each.identity for each in ways}) == 3
+    plain, same, *others = (each(pictures(1, 96, 120)) for each in ways)
+    assert torch.equal(plain, same)
+    assert not any(torch.allclose(plain, other, rtol=1e-3) for other in others)
+    whole, _, other_scale, clean = (each(pictures(1, 299, 299)) for each in ways)
+    torch.testing.assert_close(clean, whole, rtol=1e-4, atol=1e-5)
+    assert (other_scale - whole).abs().max() < 0.1 * whole.abs().max()
+
+
+@pytest.mark.parametrize("size", [(64, 80), (512, 512), (300, 299)])
+def test_pytorch_fid_and_clean_fid_give_the_same_features(inception_file: Path, size: tuple[int, int]) -> None:
+    package = pytest.importorskip("pytorch_fid.inception", reason="pip install --no-deps pytorch-fid clean-fid")
+    clean = pytest.importorskip("cleanfid.resize", reason="pip install --no-deps clean-fid")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(package, "load_state_dict_from_url", lambda *_, **__: torch.load(inception_file))
+        network = package.InceptionV3([3]).eval()
+    images = pictures(1, *size)
+    with torch.no_grad():
+        wanted = network(images / 255)[0].flatten(1)
+    torch.testing.assert_close(inception("inception:pytorch-fid", inception_file)(images), wanted, rtol=1e-4, atol=1e-5)
+    resized = torch.from_numpy(clean.build_resizer("clean")(images[0].permute(1, 2, 0).numpy())).permute(2, 0, 1)
+    # of 255: torch weighs in single precision
+    torch.testing.assert_close(features.resized(images, (299, 299))[0], resized, rtol=0, atol=1e-2)
+    extractor = inception("inception:clean-fid", inception_file)
+    with torch.no_grad():
+        wanted = extractor.network((resized[None] - 128) / 128)
+    torch.testing.assert_close(extractor(images), wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_toy_features_and_attributes() -> None:
+    extractor, images = load_extractor("toy"), pictures(2, 256, 256)
+    found = extractor(images)
+    assert (found.shape, extractor.distance_name) == ((2, extractor.dimension), "FD-toy")
+    seen, expected = toy_attributes(extractor, found), load_feature_extractor().classify(images)
+    assert list(seen) == list(expected) == ["shape", "color", "pattern", "background"]
+    assert all(torch.equal(seen[name], expected[name]) for name in expected)
+    flat, large = (torch.full((1, 3, side, side), 90, dtype=torch.uint8) for side in (128, 256))
+    torch.testing.assert_close(extractor(flat), extractor(large), rtol=1e-4, atol=1e-5)
+    for weight in extractor.network.parameters():  # a reference would be damaged each time that it is computed
+        weight.fill_(float("nan"))
+    with pytest.raises(ElfattError, match=r"extractor toy gives NaN, or numbers of 1e\+15 and more"):
+        extractor(images)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories of models: a `clip` with its text part; `cut`, without the projection; `dinov2`."""
+    from transformers import CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, Dinov2Config, Dinov2Model
+
+    made: Path = tmp_path_factory.mktemp("models")
+    torch.manual_seed(0)
+    vision = {**SIZES, "image_size": 32, "patch_size": 8}
+    # the projection has another size than the picture part's own settings say, as some are published
+    whole = CLIPConfig(text_config={**SIZES, "vocab_size": 50}, vision_config=vision, projection_dim=24)
+    CLIPModel(whole).save_pretrained(made / "clip")
+    CLIPVisionModel(CLIPVisionConfig(**vision)).save_pretrained(made / "cut")
+    config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14)
+    Dinov2Model(config).save_pretrained(made / "dinov2")
+    return made
+
+
+def test_directories_of_models_and_their_preprocessing(models: Path, tmp_path: Path) -> None:
+    extractor, plain = load_extractor(f"clip:{models / 'clip'}"), load_extractor(f"dinov2:{models / 'dinov2'}")
+    names = (extractor.distance_name, extractor.kernel_name, extractor.dimension)
+    assert names == ("FD-CLIP (ViT of width 32/8@32)", "KD-CLIP (ViT of width 32/8@32)", 24)
+    assert (plain.distance_name, plain.dimension) == ("FD-DINOv2 (ViT of width 32/14@28)", 32)
+    images = pictures(3, 48, 80)
+    found, dark = extractor(images), images.clone()
+    assert found.shape == (3, 24)
+    torch.testing.assert_close(found[:1], extractor(images[:1]), rtol=1e-4, atol=1e-5)
+    dark[:, :, :, :10] = 0  # CLIP sees only the centre of the wide picture, DINOv2 all of it
+    torch.testing.assert_close(extractor(dark), found)
+    assert not torch.equal(plain(images), plain(dark))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        surrounded = extractor(images)
+    assert torch.equal(surrounded, found), "float32, whatever surrounds it"
+    stored = {"size": {"shortest_edge": 32}, "crop_size": {"height": 28, "width": 28}, "image_mean": [0.5, 0.5, 0.5]}
+    shutil.copytree(models / "dinov2", tmp_path / "other")
+    (tmp_path / "other" / "preprocessor_config.json").write_text(json.dumps(stored))
+    other = load_extractor(f"dinov2:{tmp_path / 'other'}")
+    assert (other.preprocessing["shortest_edge"], other.preprocessing["crop"]) == (32, 28)
+    assert other.identity != plain.identity
+    assert not torch.allclose(other(images), plain(images), atol=1e-3)
+    shutil.copytree(models / "clip", tmp_path / "model")
+    wrong: tuple[dict[str, Any], ...] = (
+        {"crop_size": "x"},
+        {"crop_size": -1},
+        {"size": {"height": 10**9}},
+        {"size": 10_000},
+        {"image_mean": [1]},
+        {"image_std": [0, 1, 1]},
+        {"crop_size": 8},  # CLIP takes images of its own size alone
+    )
+    for text in ("{", *map(json.dumps, wrong)):
+        (tmp_path / "model" / "preprocessor_config.json").write_text(text)
+        with pytest.raises(ElfattError, match=r"preprocessor_config\.json"):
+            load_extractor(f"clip:{tmp_path / 'model'}")
+
+
+def test_other_models_weights_and_extractors_are_refused(models: Path, inception_file: Path, tmp_path: Path) -> None:
+    """Transformers would fill what is missing with random numbers, and a pickle could run any code."""
+    for name, content in (("empty", {"a": torch.zeros(1)}), ("pickled", Path("."))):
+        torch.save(content, tmp_path / f"{name}.pth")
+    cases: list[tuple[str, Path | None, bool, str]] = [
+        ("resnet", None, False, "accepted: inception, inception:pytorch-fid, .*dinov2:DIR"),
+        ("clip:", None, False, "accepted: inception"),
+        ("dinov2:/nowhere", None, False, "no config.json"),
+        (f"clip:{models / 'dinov2'}", None, False, "is of type dinov2; accepted: clip"),
+        (f"dinov2:{models / 'clip'}", None, False, "is of type clip; accepted: dinov2"),
+        (f"clip:{models / 'cut'}", None, False, r"lacks 1 of its weights, first visual_projection\.weight"),
+        ("inception", inception_file, False, f"accepted is {features.INCEPTION_SHA256}"),
+        ("inception", tmp_path / "none.pth", False, "do not exist"),
+        ("inception", tmp_path / "empty.pth", True, "cannot be loaded"),
+        ("inception", tmp_path / "pickled.pth", True, "cannot be loaded .*Weights only load failed"),
+    ]
+    for spec, path, own, reason in cases:
+        with pytest.raises(ElfattError, match=reason):
+            load_extractor(spec, weights=path, sha256=sha256_of_file(path) if path and own else None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import mpmath
 import numpy as np
@@ -12,14 +11,13 @@ import pytest
 import torch
 from support.runs import moments, normal, spread
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torchmetrics.image.kid import poly_mmd
 
 from benchmarks import coverage, scoring
+from benchmarks.coverage import frechet_distance
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import frechet, statistics
-from elfatt_sd.evaluation.frechet import Target, frechet_distance, frechet_figures
+from elfatt_sd.evaluation.frechet import Target, frechet_figures
 from elfatt_sd.evaluation.statistics import (
     BETTER,
     FEWEST_CLASSES,
@@ -47,22 +45,19 @@ RUNS = 60
 
 
 def test_streamed_statistics_are_mean_and_covariance_and_survive_the_disk(tmp_path: Path) -> None:
+    """Features in another order would be summed with other rounding, and a run that goes on give other figures."""
     features = (1000 + normal(2000, 5, 1)).float()  # an offset that a sum of squares would lose digits to
     streamed = FeatureStatistics(5)
     for start in range(0, 2000, 7):
         streamed.update(features[start : start + 7])
     streamed.save(tmp_path / "a.npz")
-    mean, covariance, count = load_moments(tmp_path / "a.npz")
-    kept = FeatureStatistics.from_moments(mean, covariance, count or 0)
-    for found in (streamed, FeatureStatistics.of(features), kept):
-        assert found.count == 2000
-        torch.testing.assert_close(found.mean, features.double().mean(0), rtol=1e-13, atol=0)
-        torch.testing.assert_close(found.covariance, torch.cov(features.double().T), rtol=1e-9, atol=1e-9)
+    whole = FeatureStatistics.of(features)
+    kept = [(each.mean, each.covariance, each.count) for each in (streamed, whole)]
+    for mean, covariance, count in (*kept, load_moments(tmp_path / "a.npz")):
+        assert count == 2000
+        torch.testing.assert_close(mean, features.double().mean(0), rtol=1e-13, atol=0)
+        torch.testing.assert_close(covariance, torch.cov(features.double().T), rtol=1e-9, atol=1e-9)
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
-
-
-def test_features_that_no_distance_can_take_are_made_again(tmp_path: Path) -> None:
-    """In another order, their sums would round otherwise, and a run that goes on give other figures."""
     rows = normal(3, 4, 0).float().numpy()
     np.save(tmp_path / "rows.npy", rows)
     np.save(tmp_path / "columns.npy", np.asfortranarray(rows))
@@ -136,9 +131,9 @@ def test_interval_of_a_share() -> None:
 
 
 def test_kernel_distance_against_torchmetrics_and_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces it is the same; in blocks the mean over them, and every image moves it as far as it moves its own."""
     one, two = normal(30, 6, 21), 0.2 + normal(25, 6, 22)
-    kernel = (one @ two.T / 6 + 1) ** 3
-    own, other = ((side @ side.T / 6 + 1) ** 3 for side in (one, two))
+    own, other, kernel = ((left @ right.T / 6 + 1) ** 3 for left, right in ((one, one), (two, two), (one, two)))
     within = [(matrix.sum() - matrix.trace()) / (len(matrix) * (len(matrix) - 1)) for matrix in (own, other)]
     found = kernel_distance(one, two, range(30))
     assert found.value == pytest.approx((within[0] + within[1] - 2 * kernel.mean()).item(), rel=1e-12)
@@ -147,10 +142,6 @@ def test_kernel_distance_against_torchmetrics_and_the_definition(monkeypatch: py
     pieces = kernel_distance(one, two, range(30))
     assert pieces.value == pytest.approx(found.value, rel=1e-12)
     torch.testing.assert_close(pieces.moves, found.moves, rtol=1e-10, atol=1e-14)
-
-
-def test_many_images_are_compared_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The figure is the mean of those of the blocks; every image moves it as far as it moves its own block."""
     images, reference = normal(300, 5, 24), 0.5 + normal(280, 5, 25)
     whole = kernel_distance(images, reference, range(300))
     monkeypatch.setattr(statistics, "KERNEL_SAMPLE", 100)
@@ -233,33 +224,15 @@ def test_distance_against_a_high_precision_reference(count: int, dimension: int)
     assert abs(published(features, own, variance)) < 1e-9 * variance.trace()
 
 
-class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that is made."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-        self.elements = max([self.elements, *sizes])
-        return made
-
-
 def test_memory_mapped_features_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same figures; and no matrix grows with the number of pictures, of which each has one number."""
-    count, scales = 4096, 64  # at most; of every class one number for each
-    np.save(tmp_path / "features.npy", normal(count, 16, 28).float().numpy())
+    np.save(tmp_path / "features.npy", normal(4096, 16, 28).float().numpy())
     features, reference = np.load(tmp_path / "features.npy", mmap_mode="r"), normal(32, 16, 29)
-    target, classes = Target(*moments(reference)), torch.arange(count) // 2
+    target, classes = Target(*moments(reference)), torch.arange(4096) // 2
     whole = frechet_figures(torch.from_numpy(np.array(features)), target, classes)
     for module in (statistics, frechet):
         monkeypatch.setattr(module, "ROWS", 64)
     monkeypatch.setattr(frechet, "ELEMENTS", 2048)
-    monkeypatch.setattr(statistics, "KERNEL_SAMPLE", 32)
-    with Largest() as largest:
-        pieces = frechet_figures(features, target, classes)
-        kernel_distance(features, reference, classes)
-    assert largest.elements <= max(64 * 32, count * scales)
+    pieces = frechet_figures(features, target, classes)
     for part in FIGURES:
         torch.testing.assert_close(getattr(pieces, part).moves, getattr(whole, part).moves, rtol=1e-7, atol=1e-10)
         assert getattr(pieces, part).value == pytest.approx(getattr(whole, part).value, rel=1e-9)
@@ -299,33 +272,6 @@ def test_the_distance_without_a_class_is_exact(count: int, dimension: int, size:
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_intervals_of_paired_differences_are_short() -> None:
-    """Shorter than unpaired ones, and little longer than four standard deviations of the difference."""
-    generator, scale = torch.Generator().manual_seed(16), spread(80)
-    target, classes = Target(torch.full((80,), 0.05), torch.diag(scale**2)), torch.arange(60) // 2
-    differences, widths, unpaired = [], 0.0, 0.0
-    for _ in range(RUNS):
-        before = coverage.draw("normal", 60, 80, generator)
-        after = before * 1.03 + 0.15 * torch.randn(60, 80, generator=generator, dtype=torch.float64)
-        one, two = (frechet_figures(each * scale, target, classes).published for each in (after, before))
-        low, high = (one - two).interval() or (0, 0)
-        differences.append(one.value - two.value)
-        widths += (high - low) / RUNS
-        unpaired += 4 / RUNS * ((one.standard_error() or 0) ** 2 + (two.standard_error() or 0) ** 2) ** 0.5
-    assert widths < 1.6 * 4 * torch.tensor(differences).std().item()
-    assert widths < 0.6 * unpaired
-
-
-def test_directions_lost_to_rounding_leave_the_interval_finite() -> None:
-    """Fewer images than features, and eigenvalues over fourteen orders of magnitude."""
-    scale = torch.logspace(0, -7, 64, dtype=torch.float64)
-    target = Target(*moments(normal(200, 64, 30) * scale))
-    one, two = (frechet_figures(normal(32, 64, 31) * scale * size, target, torch.arange(32)) for size in (0.3, 1.0))
-    value, interval = one.limit_difference(two)
-    assert interval is not None
-    assert 0 < interval[0] < value < interval[1] < 3 * value
-
-
 def test_intervals_of_light_and_heavy_tails() -> None:
     """Of light ones they are those of two jackknifes, to the last digit, as published; heavy ones still tell."""
     target = Target(*moments(normal(500, 12, 36)))
@@ -337,6 +283,12 @@ def test_intervals_of_light_and_heavy_tails() -> None:
     one, two = (frechet_figures(normal(400, 16, 35).exp() + shift, target, range(400)) for shift in (0.5, 0.0))
     assert max(one.kurtosis, two.kurtosis) > frechet.HEAVY
     assert (one.limit_difference(two)[1] or (0, 0))[0] > 0
+    # fewer images than features, and eigenvalues over fourteen orders of magnitude: directions are lost to rounding
+    scale = torch.logspace(0, -7, 64, dtype=torch.float64)
+    target = Target(*moments(normal(200, 64, 30) * scale))
+    one, two = (frechet_figures(normal(32, 64, 31) * scale * size, target, torch.arange(32)) for size in (0.3, 1.0))
+    value, interval = one.limit_difference(two)
+    assert interval is not None and 0 < interval[0] < value < interval[1] < 3 * value
 
 
 def test_few_images_one_class_and_images_that_are_all_alike() -> None:

@@ -24,7 +24,7 @@ from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
 from elfatt_sd.evaluation.records import MadeImage
-from elfatt_sd.evaluation.reference import Reference, Renders, build_reference
+from elfatt_sd.evaluation.reference import Reference, build_reference, renders
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.report.summary import findings
 from elfatt_sd.evaluation.run import RUN_FILE, RowFolder, Run, clear_disk_errors
@@ -503,14 +503,14 @@ def altered(images: Tensor, cell: str) -> Tensor:
 def write_run(run_dir: Path, specification: Protocol, stride: int = 4) -> Path:
     """Write a run of renders with every `stride`-th pixel; 1 leaves them as the toy's extractor knows them."""
     classes = [prompt.class_index for prompt in run_prompts(specification)]
-    pictures = [image for image in Renders(2 * CLASSES, classes).load(0, 2 * CLASSES) if not isinstance(image, str)]
-    renders = torch.from_numpy(np.stack(pictures))[:, ::stride, ::stride]
+    source = renders(2 * CLASSES, classes)
+    drawn = torch.from_numpy(np.stack([source.read(entry) for entry in source.entries]))[:, ::stride, ::stride]
     run_dir.mkdir(parents=True)
     data = {"format": 1, "identity": specification.identity, "protocol": specification.to_dict()}
     (run_dir / "run.json").write_text(json.dumps({**data, "created": "today", "environment": {}}))
     for cell in specification.cells:
         rows, row = (
-            renders[CLASSES:] if cell.role == "null" else altered(renders[:CLASSES], cell.name),
+            drawn[CLASSES:] if cell.role == "null" else altered(drawn[:CLASSES], cell.name),
             row_of(run_dir, cell),
         )
         row.images_folder.mkdir(parents=True)

@@ -96,7 +96,7 @@ def by_attribute(hits: Tensor) -> dict[str, float]:
 
 def distance(features: Tensor, reference: Tensor) -> float:
     """`FD-toy` between two sets of features `[n, d]`."""
-    from elfatt_sd.evaluation.frechet import frechet_distance
+    from benchmarks.coverage import frechet_distance
 
     first, second = features.double(), reference.double()
     return frechet_distance(first.mean(0), torch.cov(first.T), second.mean(0), torch.cov(second.T))
