@@ -240,7 +240,7 @@ class Family(ABC):
 
     def takes_noise_levels(self, module: nn.Module) -> bool:
         """Tell whether it takes noise levels in place of timesteps."""
-        return False
+        return getattr(getattr(module, "config", None), "time_embedding_type", None) == "fourier"
 
 
 def replaceable(layer: SelfAttention, processor: object, take_over: Sequence[str]) -> bool:
