@@ -250,9 +250,6 @@ class PixArt(Family):
     classes = ("PixArtTransformer2DModel",)
     merges = True
 
-    def matches(self, module: object) -> bool:  # also a subclass of that name outside of diffusers
-        return type(module).__name__ in self.classes
-
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         patch: int = module.config.patch_size  # type: ignore[assignment,union-attr]
         rounding = (False,) * (patch.bit_length() - 1)

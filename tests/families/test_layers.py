@@ -130,29 +130,26 @@ def test_every_transformer_of_diffusers_is_patched_or_refused() -> None:
                 elfatt_sd.apply_patch(SimpleNamespace(transformer=module, components={}))
 
 
+SIZE = {"sample_size": 16, "block_out_channels": (16, 32), "norm_num_groups": 4, "attention_head_dim": 8}
+PROJECTED = {"projection_class_embeddings_input_dim": 24}
 BLOCKS = {f"{way.lower()}_block_types": (f"{way}Block2D", f"Attn{way}Block2D") for way in ("Down", "Up")}
-MODULES = {
-    "sd15": lambda _: tiny.unet(),
-    "inpainting": lambda _: tiny.unet(in_channels=9),
-    "upscaler": lambda _: tiny.unet(in_channels=7, num_class_embeds=10),
-    "projected classes": lambda _: tiny.unet(class_embed_type="projection", projection_class_embeddings_input_dim=24),
-    "sdxl": lambda folder: tiny.sdxl_parts(folder)["unet"],
-    "refiner": lambda folder: tiny.sdxl_parts(folder, refiner=True)["unet"],
-    "controlnet": lambda _: tiny.controlnet(tiny.unet()),
-    "unconditional": lambda _: diffusers.UNet2DModel(
-        sample_size=16, block_out_channels=(16, 32), norm_num_groups=4, attention_head_dim=8, **BLOCKS
-    ).eval(),
+# Multiply-adds were counted once by hand, of what linear layers, convolutions and attention were given.
+MODULES: dict[str, tuple[int, Callable[[Path], Any]]] = {
+    "sd15": (56619520, lambda _: tiny.unet()),
+    "inpainting": (56896000, lambda _: tiny.unet(in_channels=9)),
+    "upscaler": (56785408, lambda _: tiny.unet(in_channels=7, num_class_embeds=10)),
+    "projected classes": (56625152, lambda _: tiny.unet(class_embed_type="projection", **PROJECTED)),
+    "sdxl": (40668160, lambda folder: tiny.sdxl_parts(folder)["unet"]),
+    "refiner": (38932992, lambda folder: tiny.sdxl_parts(folder, refiner=True)["unet"]),
+    "controlnet": (19124736, lambda _: tiny.controlnet(tiny.unet())),
+    "unconditional": (50221056, lambda _: diffusers.UNet2DModel(**SIZE, **BLOCKS).eval()),
 }
-
-
-# Counted once by hand, of what linear layers, convolutions and attention were given.
-COUNTS = {"sd15": 56619520, "inpainting": 56896000, "upscaler": 56785408, "projected classes": 56625152}
-COUNTS |= {"sdxl": 40668160, "refiner": 38932992, "controlnet": 19124736, "unconditional": 50221056}
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_call_is_counted(name: str, folder: Path) -> None:
-    assert Blueprint.of(MODULES[name](folder)).multiply_adds(Grid.image(16, 24)) == COUNTS[name]
+    count, make = MODULES[name]
+    assert Blueprint.of(make(folder)).multiply_adds(Grid.image(16, 24)) == count
 
 
 def test_what_is_counted_is_the_untouched_module() -> None:

@@ -84,6 +84,8 @@ class Row(NamedTuple):
     parts: Callable[[], Given] = dict  # besides `OWN`
     plan: dict[str, int] | None = None  # its size
     counted: bool = True  # whether the plan knows what a call costs
+    # tokens before the image's, its grid, and tokens in all: with references, which are no part of the grid
+    place: tuple[int, Grid, int] | None = None
 
     @property
     def begins(self) -> bool:
@@ -127,7 +129,7 @@ CORNER, OTHER = FIRST[..., :32, :32], FIRST[..., 32:64, :32]
 BOTH_ENDS = {"image": [CORNER, OTHER], "video": [None] * 2, "frame_index": [0, 8]}
 ROWS = {
     "Flux, image to image": Row("FluxImg2Img", {"image": picture(**SIZE)}, plan=SIZE),
-    "Flux, Kontext": Row("FluxKontext", KONTEXT, plan=SIZE),
+    "Flux, Kontext": Row("FluxKontext", KONTEXT, plan=SIZE, place=(TEXT, Grid.image(8, 12), 96 + 96)),
     "Flux, distilled": Row("Flux", {"guidance_scale": 2.0}, config={"guidance_embeds": True}, plan=SIZE),
     "Flux, its mode a token": Row(
         "FluxControlNet",
@@ -138,13 +140,21 @@ ROWS = {
     ),
     "Flux, two ControlNets": Row("FluxControlNet", {**TWICE, "control_mode": [0, 0]}, (2,) * 6, parts=flux_nets),
     "Chroma, two prompts": Row("ChromaImg2Img", {**TWO, "image": picture(**SIZE)}, (4, 4)),
-    "Flux.2, references": Row("Flux2", {"image": [image(64, 64), image(64, 80)]}),
+    "Flux.2, references": Row(
+        "Flux2", {"image": [image(64, 64), image(64, 80)]}, place=(TEXT, Grid.image(8, 12), 96 + 16 * 16 + 16 * 20)
+    ),
     "Flux.2 klein": Row("Flux2Klein", GUIDED, (4, 4), parts=lambda: {"is_distilled": False}),
     "Qwen-Image, texts of two lengths": Row("QwenImage", PADDED, (4, 4)),
-    "Qwen-Image, edit": Row("QwenImageEdit", EDITED, (4, 4)),
+    "Qwen-Image, edit": Row("QwenImageEdit", EDITED, (4, 4), place=(TEXT, Grid.image(6, 4), 24 + 24)),
     "Qwen-Image, edit at time 0": Row("QwenImageEdit", EDITED, (4, 4), {"zero_cond_t": True}),
-    "Qwen-Image, edit of two": Row("QwenImageEditPlus", {"image": [image(32, 48)] * 2}, (4, 4)),
-    "Qwen-Image, layers": Row("QwenImageLayered", LAYERED, (4, 4), LAYERS, plan={**LARGE, "frames": 3}),
+    "Qwen-Image, edit of two": Row(
+        "QwenImageEditPlus", {"image": [image(32, 48)] * 2}, (4, 4), place=(TEXT, Grid.image(6, 4), 24 + 2 * 6)
+    ),
+    "Qwen-Image, layers": Row(
+        *("QwenImageLayered", LAYERED, (4, 4), LAYERS),
+        plan={**LARGE, "frames": 3},
+        place=(TEXT, Grid(3, 6, 4), (3 + 1) * 24),
+    ),
     # one call of the ControlNet in a step, for each of its images
     "Qwen-Image, ControlNet": Row(
         "QwenImageControlNet",
@@ -176,7 +186,7 @@ ROWS = {
     # tokens of given frames have another timestep; those of later frames come before the video's
     "LTX, image": Row("LTXImageToVideo", {"image": CORNER}),
     "LTX, first frame": Row("LTXCondition", {"image": CORNER}),
-    "LTX, first and last frame": Row("LTXCondition", BOTH_ENDS),
+    "LTX, first and last frame": Row("LTXCondition", BOTH_ENDS, place=(64, Grid(3, 8, 8), 4 * 64)),
     # blocks change the tokens of the first frame in another way
     "HunyuanVideo, image replaces": Row(
         "HunyuanVideoImageToVideo", BEGUN, config={"guidance_embeds": True, "image_condition_type": "token_replace"}
@@ -229,7 +239,15 @@ def test_pipelines(folder: Path, name: str) -> None:
     """All keys are the original, each method acts and is taken back, and phases follow the true step."""
     row = ROWS[name]
     pipe, run = row_of(name, folder)
-    checks.check_all_keys(pipe, run)
+    family, places = family_of(pipe.transformer), list[tuple[int, Grid, int]]()
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        given = family.call(module, args, kwargs)
+        places.append((given.before, given.grid, given.sample.shape[1]))
+
+    with pipe.transformer.register_forward_pre_hook(look, with_kwargs=True):
+        checks.check_all_keys(pipe, run)
+    assert row.place is None or {*places} == {row.place}
     checks.check_methods(pipe, run, merges=row.name.startswith("StableDiffusion3"))
     config = PatchConfig("first", (Phase(0.75 if row.begins else 0.5, "cell_spread", block_size=4),))
     with elfatt_sd.patched(pipe, config):
@@ -276,29 +294,6 @@ def test_models_without_a_pipeline(name: str) -> None:
     if given:
         found = family_of(model).call(model, (), given)
         assert (found.grid, found.before) == (Grid.image(6, 4), 32 + 32 + 32)
-
-
-@pytest.mark.parametrize(
-    ("name", "before", "grid", "tokens"),  # of text before the image's; in all
-    [
-        ("Flux, Kontext", TEXT, Grid.image(8, 12), 96 + 96),
-        ("Flux.2, references", TEXT, Grid.image(8, 12), 96 + 16 * 16 + 16 * 20),
-        ("Qwen-Image, edit", TEXT, Grid.image(6, 4), 24 + 24),
-        ("Qwen-Image, edit of two", TEXT, Grid.image(6, 4), 24 + 2 * 6),
-        ("Qwen-Image, layers", TEXT, Grid(3, 6, 4), (3 + 1) * 24),
-        ("LTX, first and last frame", 64, Grid(3, 8, 8), 4 * 64),
-    ],
-)
-def test_references_are_no_part_of_the_grid(folder: Path, name: str, before: int, grid: Grid, tokens: int) -> None:
-    pipe, run = row_of(name, folder)
-    family = family_of(pipe.transformer)
-
-    def look(module: Any, args: Any, kwargs: Any) -> None:
-        given = family.call(module, args, kwargs)
-        assert (given.before, given.grid, given.sample.shape[1]) == (before, grid, tokens)
-
-    with pipe.transformer.register_forward_pre_hook(look, with_kwargs=True):
-        run()
 
 
 def moved(module: Any, args: Any, given: dict[str, Any]) -> Any:

@@ -33,14 +33,8 @@ _POOLED = {"pooled_projection_dim": tiny.TEXT_WIDTH}
 _SD3 = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "attention_head_dim": 8, "num_attention_heads": 2}
 _SD3 |= {"joint_attention_dim": WIDTH, "caption_projection_dim": 16, "pooled_projection_dim": 8}
 _SD3 |= {"pos_embed_max_size": 16}
-_QWEN = {
-    **_HEADS,
-    **_ROTARY,
-    "patch_size": 2,
-    "in_channels": 16,
-    "attention_head_dim": 16,
-    "joint_attention_dim": WIDTH,
-}
+_QWEN = {**_HEADS, **_ROTARY, "patch_size": 2, "in_channels": 16, "attention_head_dim": 16}
+_QWEN |= {"joint_attention_dim": WIDTH}
 CONFIGS: dict[str, dict[str, Any]] = {
     "PixArtTransformer2DModel": _HEADS
     | {"out_channels": 8, "attention_head_dim": 8, "cross_attention_dim": 16, "sample_size": 32, "patch_size": 2}
