@@ -219,7 +219,7 @@ def test_wan_goes_on_in_a_second_transformer() -> None:
     assert list(find_denoisers(pipe)) == ["transformer", "transformer_2"]
     checks.check_all_keys(pipe, run)
     checks.check_methods(pipe, run)
-    checks.check_steps(pipe, run, layers=2, calls=2, counts=(4, 28))
+    checks.check_steps(pipe, run, layers=2, calls=2, counts=(4, 12))
     single, both = (elfatt_sd.plan(each, "elfatt-fast", **VIDEO) for each in (made("Wan")[0], pipe))
     assert len(both.layers) == 2 * len(single.layers)
     assert both.multiply_adds_before == single.multiply_adds_before, "a step calls one of them"
