@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from elfatt_sd.devices import accelerators, device_name
+from elfatt_sd.devices import accelerators
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.families.shapes import SHAPE_NAMES
 from elfatt_sd.files import visible
@@ -322,7 +322,4 @@ def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     found = _DTYPES.get(str(dtype).removeprefix("torch."))
     if found is None:
         raise ElfattError(f"dtype={str(dtype)!r} is not known; accepted: auto, {', '.join(_DTYPES)}.")
-    supported = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
-    if found == torch.bfloat16 and supported is not None and not supported():
-        raise ElfattError(f"dtype={str(dtype)!r} is not there on {device_name(device)}; give float16.")
     return found

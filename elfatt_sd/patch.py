@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack, cast
 from elfatt_sd.attention.softmax import make_ready
 from elfatt_sd.config import DEFAULT, Method, PatchConfig, warn_without_effect
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import family_of, find_denoisers, levels_of, select_layers, unwrap
+from elfatt_sd.families import find_denoisers, levels_of, select_layers, unwrap
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Settings
 from elfatt_sd.plans import Plan, PlanOnDemand, input_grid, make_plan
@@ -63,7 +63,8 @@ def apply_patch(
         main, owner = next(iter(denoisers.values())), Owner(pipe)
         if pipe is not unwrap(main):
             vars(pipe)[OWNER] = owner
-        schedule = Schedule(owner, family_of(main).takes_noise_levels(unwrap(main)))
+        embedding = getattr(getattr(unwrap(main), "config", None), "time_embedding_type", None)
+        schedule = Schedule(owner, trained_on_noise_levels=embedding == "fourier")
         for name, denoiser in denoisers.items():
             Patch(config, chosen[name], denoiser, schedule, owner, autotune, names).install()
         _warn_of_others_processors(chosen, config)
@@ -96,7 +97,8 @@ def _warn_of_others_processors(chosen: dict[str, Layers], config: PatchConfig) -
     ]
     if not left:
         return
-    names = ", ".join(sorted({layer.processor_name for layer in left if not layer.obstacle_to(layer.processor)}))
+    kinds = {type(layer.processor) for layer in left if not layer.obstacle_to(layer.processor)}
+    names = ", ".join(sorted({kind.__name__ for kind in kinds}))
     advice = f" Give take_over=[...] with the class names ({names}) to replace them in approximated steps."
     warn("left alone", 4, count=len(left), first=left[0].name, why=left[0].obstacle, advice=advice if names else "")
 

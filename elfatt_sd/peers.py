@@ -138,22 +138,17 @@ PEERS: dict[str, Peer] = {peer.name: peer for peer in _UNETS} | {
 }
 
 
-def peer_named(name: str) -> Peer:
-    """Return a peer."""
-    checks.choice("peer", name, PEERS)
-    return PEERS[name]
-
-
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Check the names of a peer's settings."""
-    known = peer_named(name).settings
+    """Check the names of a peer and of its settings."""
+    checks.choice("peer", name, PEERS)
+    known = PEERS[name].settings
     if unknown := sorted(settings.keys() - known.keys()):
         raise ElfattError(f"setting {unknown[0]!r} of {name} is not known; accepted: {', '.join(known) or 'none'}.")
 
 
 def packages_of(names: Iterable[str]) -> list[str]:
     """Return the packages of peers, as `elfatt_sd.errors` names them."""
-    return sorted({peer_named(name).package for name in names} - {""})
+    return sorted({PEERS[name].package for name in names} - {""})
 
 
 @contextmanager
@@ -168,9 +163,9 @@ def running(pipe: Any, name: str, settings: Mapping[str, Any]) -> Iterator[None]
     Raises:
         ElfattError: the package is missing, a setting is not known, or the peer does not go with the pipeline.
     """
-    peer = peer_named(name)
     check_settings(name, settings)
     need(f"peer {name!r}", *packages_of([name]))
+    peer = PEERS[name]
     kind = "unet" if isinstance(family_of(main_denoiser(pipe)), UNet) else "transformer"
     if kind != peer.models:
         raise ElfattError(f"{name} speeds up pipelines with a {peer.models}; {type(pipe).__name__} has a {kind}.")

@@ -70,16 +70,7 @@ def test_dtypes_and_devices(saved: Path) -> None:
         refused("toy", "is not known; accepted: auto, float32", dtype=dtype)
 
 
-def header(content: bytes) -> bytes:
-    return len(content).to_bytes(8, "little") + content
-
-
 FIRST = "model.diffusion_model.input_blocks.0.0.weight"
-FILES: list[tuple[bytes, str]] = [  # contents of what is no checkpoint
-    (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n", "is not a readable"),
-    (b"", "is not a readable"),
-    (header(b'{"lora_unet_a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}'), f"it has no '{FIRST}'"),
-]
 
 
 def test_what_is_no_model_is_refused_in_one_line(saved: Path, tmp_path: Path) -> None:
@@ -89,9 +80,16 @@ def test_what_is_no_model_is_refused_in_one_line(saved: Path, tmp_path: Path) ->
     for place in (tmp_path, saved / "unet"):
         refused(place, "has no model_index.json; give a diffusers pipeline directory")
     refused(saved / "model_index.json", "is not a checkpoint; give a .safetensors file, or a directory")
-    for number, (content, says) in enumerate(FILES):
-        (tmp_path / f"{number}.safetensors").write_bytes(content)
-        refused(tmp_path / f"{number}.safetensors", says)
+    path = tmp_path / "file.safetensors"
+    save_file({"lora_unet_a": torch.zeros(1)}, path)
+    refused(path, f"it has no '{FIRST}'")
+    for content in (
+        b"",
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n",
+        path.read_bytes()[:-2],
+    ):
+        path.write_bytes(content)
+        refused(path, r"is not a readable \.safetensors file: ")
 
 
 COULD_NOT = "could not be loaded: "
@@ -161,72 +159,54 @@ SDXL = ("conditioner.embedders.0.transformer.a", "conditioner.embedders.1.model.
 REFINER = ("conditioner.embedders.0.model.a",)
 
 
-def fake_checkpoint(path: Path, channels: int, *names: str) -> Path:
-    save_file({FIRST: torch.zeros(8, channels, 3, 3), **{name: torch.zeros(1) for name in names}}, path)
-    return path
-
-
-def test_single_files_are_loaded_as_what_they_hold(pipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, seen = tmp_path / "model.safetensors", list[tuple[str, str]]()
-    for channels, names, kind in (
-        (4, (), "StableDiffusionPipeline"),
-        (9, (), "StableDiffusionInpaintPipeline"),
-        (4, SDXL, "StableDiffusionXLPipeline"),
-        (4, REFINER, "StableDiffusionXLImg2ImgPipeline"),
-    ):
-
-        def from_single_file(place: str, *, config: str, kind: str = kind, **_: Any) -> Any:
-            seen.append((kind, config))
-            return pipe
-
-        monkeypatch.setattr(getattr(diffusers, kind), "from_single_file", from_single_file)
-        load_pipeline(fake_checkpoint(path, channels, *names), device="cpu", config="somewhere")
-        assert seen.pop() == (kind, "somewhere")
-    for channels, names, says in (
+@pytest.mark.parametrize(
+    ("channels", "names", "says"),
+    [
+        (4, (), "needs the configuration of a StableDiffusionPipeline,"),
+        (9, (), "of a StableDiffusionInpaintPipeline,"),
+        (4, SDXL, "of a StableDiffusionXLPipeline,"),
+        (4, REFINER, "of a StableDiffusionXLImg2ImgPipeline,"),
         (8, (), r"takes 8 channels.*accepted: 4 \(StableDiffusionPipeline\), 7 "),
         (5, SDXL, r"takes 5 channels.*accepted: 4 \(StableDiffusionXLPipeline\), 9 "),
         (9, REFINER, "takes 9 channels"),
-    ):
-        refused(fake_checkpoint(path, channels, *names), says)
-    refused(fake_checkpoint(path, 4), "variant='fp16' is for a directory or a hub id", variant="fp16")
-    for end in (100, -2):
-        fake_checkpoint(path, 4).write_bytes(path.read_bytes()[:end])
-        refused(path, r"is not a readable \.safetensors file: ")
+    ],
+)
+@pytest.mark.usefixtures("no_hub")
+def test_single_files_are_what_they_hold(channels: int, names: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({FIRST: torch.zeros(8, channels, 3, 3), **{name: torch.zeros(1) for name in names}}, path)
+    refused(path, says)
+    refused(path, "variant='fp16' is for a directory or a hub id", variant="fp16")
 
 
 @pytest.fixture
-def checkpoint(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A pipeline's weights in a single file, as Stable Diffusion 1.x has them; its configuration is in `parts`."""
-
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any, **__: Any) -> Any:
         raise OSError("cannot find it in the cache") from ConnectionError("Name or service not known")
 
     monkeypatch.setattr("diffusers.loaders.single_file.snapshot_download", unreachable)
-    save_file(tiny.original_checkpoint(load_pipeline(saved, device="cpu")), tmp_path / "model.safetensors")
-    shutil.copytree(saved, tmp_path / "parts", ignore=shutil.ignore_patterns("*.safetensors"))
-    return tmp_path / "model.safetensors"
 
 
-def test_a_single_file_draws_what_its_directory_draws(checkpoint: Path, saved: Path) -> None:
-    """With a configuration that is given, or lies beside it, also of a pickle."""
-    parts, original = checkpoint.parent / "parts", load_pipeline(saved, device="cpu")
-    pipe = load_pipeline(checkpoint, device="cpu", config=str(parts))
+@pytest.mark.usefixtures("no_hub")
+def test_a_single_file_draws_what_its_directory_draws(saved: Path, tmp_path: Path) -> None:
+    """With a configuration that is given, or lies beside it; one of another kind that lies there is not taken."""
+    original = load_pipeline(saved, device="cpu")
+    given: dict[str, Any] = {"device": "cpu", "vae": original.vae, "text_encoder": original.text_encoder}
+    checkpoint, parts, index = (tmp_path / name for name in ("model.safetensors", "parts", "model_index.json"))
+    save_file(tiny.original_unet(original.unet), checkpoint)
+    shutil.copytree(saved, parts, ignore=shutil.ignore_patterns("*.safetensors"))
+    pipe = load_pipeline(checkpoint, **given, config=str(parts))
     assert type(pipe) is diffusers.StableDiffusionPipeline
     draws_the_same(pipe, original)
     torch.save({"state_dict": load_file(checkpoint)}, parts / "model.ckpt")
     refused(parts / "model.ckpt", "is a pickle")
-    draws_the_same(load_pipeline(parts / "model.ckpt", device="cpu", allow_pickle=True), original)
-    draws_the_same(load_pipeline(checkpoint.rename(parts / checkpoint.name), device="cpu"), original)
-
-
-def test_the_configuration_that_a_single_file_needs_is_named(checkpoint: Path) -> None:
-    """One of another kind that lies beside it is not taken."""
-    index = checkpoint.parent / "model_index.json"
+    draws_the_same(load_pipeline(parts / "model.ckpt", **given, allow_pickle=True), original)
     index.write_text(json.dumps({"_class_name": "StableDiffusionXLPipeline"}))
     says = "needs the configuration of a StableDiffusionPipeline.*Name or service.*model_index.json.*config="
     assert isinstance(refused(checkpoint, says), ElfattFailure)
     index.write_text("{")
     refused(checkpoint, "model_index.json names no pipeline")
+    draws_the_same(load_pipeline(checkpoint.rename(parts / checkpoint.name), **given), original)
 
 
 @pytest.mark.parametrize(

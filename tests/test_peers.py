@@ -28,26 +28,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "taylorseer": {"cache_interval": 2, "disable_cache_before_step": 1},
 }
 UNETS = ("tomesd", "deepcache", "tgate")
-CACHES = ("first_block_cache", "pyramid_attention_broadcast", "taylorseer")
-
-
-def skip_without(name: str) -> None:
-    if missing := [each for each in peers.packages_of([name]) if optional.PACKAGES[each].missing]:
-        pytest.skip(f"{missing[0]} is not installed")
-    if name in CACHES and not hasattr(diffusers, "FirstBlockCacheConfig"):
-        pytest.skip("this diffusers has no such caches")
 
 
 @pytest.fixture(scope="module")
 def flux(folder: Path) -> Any:
     return tiny_transformers.flux(folder)
-
-
-def pipe_for(name: str, request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    skip_without(name)
-    pipe: Any = request.getfixturevalue("pipe" if name in UNETS else "flux")
-    size = {} if name in UNETS else {"height": 64, "width": 64}
-    return pipe, checks.runner(pipe, num_inference_steps=4, **size)
 
 
 def forwards(pipe: Any) -> set[str]:
@@ -58,37 +43,33 @@ def forwards(pipe: Any) -> set[str]:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_changes_the_image_and_leaves_nothing(name: str, request: pytest.FixtureRequest) -> None:
-    pipe, run = pipe_for(name, request)
-    kind, before = type(pipe), forwards(pipe)
-    untouched = run()
+    """Some are joined by a patch."""
+    if missing := [each for each in peers.packages_of([name]) if optional.PACKAGES[each].missing]:
+        pytest.skip(f"{missing[0]} is not installed")
+    if name not in UNETS and not hasattr(diffusers, "FirstBlockCacheConfig"):
+        pytest.skip("this diffusers has no such caches")
+    pipe: Any = request.getfixturevalue("pipe" if name in UNETS else "flux")
+    run = checks.runner(pipe, num_inference_steps=4, **({} if name in UNETS else {"height": 64, "width": 64}))
+    kind, before, untouched = type(pipe), forwards(pipe), run()
     with peers.running(pipe, name, SETTINGS[name]):
         torch.manual_seed(0)
-        assert not torch.equal(run(), untouched)
-    assert type(pipe) is kind
-    assert forwards(pipe) == before
-    assert torch.equal(run(), untouched)
+        alone = run()
+        assert not torch.equal(alone, untouched)
+        if peers.PEERS[name].joins:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # of layers that stay exact because their steps are skipped
+                elfatt_sd.apply_patch(pipe, PatchConfig("sampled", (Phase(1.0, "sampled", keys=4),)))
+                assert not torch.equal(run(), alone)
+            elfatt_sd.remove_patch(pipe)
+            assert torch.equal(run(), alone)
+    assert type(pipe) is kind and forwards(pipe) == before and torch.equal(run(), untouched)
     with pytest.raises(KeyboardInterrupt), peers.running(pipe, name, SETTINGS[name]):
         raise KeyboardInterrupt
     assert torch.equal(run(), untouched)
 
 
-@pytest.mark.parametrize("name", ["deepcache", *CACHES])
-def test_a_patch_joins_it(name: str, request: pytest.FixtureRequest) -> None:
-    pipe, run = pipe_for(name, request)
-    config = PatchConfig("sampled", (Phase(1.0, "sampled", keys=4),))
-    with peers.running(pipe, name, SETTINGS[name]):
-        alone = run()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of layers that stay exact because their steps are skipped
-            elfatt_sd.apply_patch(pipe, config)
-            together = run()
-        assert not torch.equal(together, alone)
-        elfatt_sd.remove_patch(pipe)
-        assert torch.equal(run(), alone)
-
-
+@pytest.mark.skipif(bool(optional.PACKAGES["tgate"].missing), reason="tgate is not installed")
 def test_a_gate_is_placed_by_the_steps_of_the_call(pipe: Any) -> None:
-    skip_without("tgate")
     gates = []
     with peers.running(pipe, "tgate", {}):
         pipe.tgate = lambda *_, gate_step, **__: gates.append(gate_step)

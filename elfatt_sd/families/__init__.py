@@ -10,33 +10,14 @@ from torch import nn
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import images, videos
-from elfatt_sd.families.base import (
-    Family,
-    Given,
-    SelfAttention,
-    copy_structure,
-    models_within,
-    replaceable,
-    unwrap,
-)
+from elfatt_sd.families.base import Family as Family
+from elfatt_sd.families.base import Given as Given
+from elfatt_sd.families.base import SelfAttention as SelfAttention
+from elfatt_sd.families.base import copy_structure as copy_structure
+from elfatt_sd.families.base import models_within
+from elfatt_sd.families.base import replaceable as replaceable
+from elfatt_sd.families.base import unwrap as unwrap
 from elfatt_sd.families.unet import UNet
-
-__all__ = [
-    "FAMILIES",
-    "Family",
-    "Given",
-    "SelfAttention",
-    "copy_structure",
-    "family_of",
-    "find_denoisers",
-    "find_layers",
-    "is_denoiser",
-    "levels_of",
-    "main_denoiser",
-    "replaceable",
-    "select_layers",
-    "unwrap",
-]
 
 SECOND = "transformer_2"  # of Wan 2.2: it goes on in the low noise, with or without a first one
 FAMILIES: tuple[Family, ...] = (
@@ -57,7 +38,7 @@ def family_of(module: nn.Module) -> Family:
     inner = unwrap(module)
     if found := [family for family in FAMILIES if family.matches(inner)]:
         return found[0]
-    name, known = type(inner).__name__, ", or ".join(family.what for family in FAMILIES)
+    name, known = type(inner).__name__, ", or ".join(family.what or ", ".join(family.classes) for family in FAMILIES)
     held = [f"{part} ({type(model).__name__})" for part, model in models_within(inner) if part and is_denoiser(model)]
     if held:
         raise ElfattError(f"{name} holds several models that can be patched: {', '.join(held)}; give one of them.")

@@ -187,14 +187,10 @@ class SelfAttention:
         return self.attention.get_processor()
 
     @property
-    def processor_name(self) -> str:
-        return type(self.processor).__name__
-
-    @property
     def obstacle(self) -> str:
         """Why its processor is left alone; empty if it is plain attention."""
-        known = self.knows(self.processor)
-        return "" if known else f"its processor, {self.processor_name}, is not known to be plain attention"
+        name = type(self.processor).__name__
+        return "" if self.knows(self.processor) else f"its processor, {name}, is not known to be plain attention"
 
 
 class Family(ABC):
@@ -203,14 +199,10 @@ class Family(ABC):
     part = "transformer"  # where a pipeline holds it
     title = "transformer"  # how it is called in sentences
     classes: ClassVar[tuple[str, ...]] = ()  # of diffusers
+    what = ""  # which others are meant, for error messages
     joint = False  # whether its layers are `families.joint.JointSelfAttention`
     merges = False  # whether image tokens may be merged: their positions are added to them, and not in the attention
     text = 0  # usual number of text tokens that its layers join with those of the image
-
-    @property
-    def what(self) -> str:
-        """Which classes are meant, for error messages."""
-        return ", ".join(self.classes)
 
     def matches(self, module: object) -> bool:
         """Tell whether a module, without wrappers, is of this family."""
@@ -237,10 +229,6 @@ class Family(ABC):
     def grid(self, module: nn.Module, latent: Grid) -> Grid:
         """Return the grid of its input for a latent."""
         return latent
-
-    def takes_noise_levels(self, module: nn.Module) -> bool:
-        """Tell whether it takes noise levels in place of timesteps."""
-        return False
 
 
 def replaceable(layer: SelfAttention, processor: object, take_over: Sequence[str]) -> bool:

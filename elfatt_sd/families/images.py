@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from elfatt_sd.attention.ordering import NO_GRID
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.base import FRACTION, RISING, Family, Fill, Given, SelfAttention, some_timestep
-from elfatt_sd.families.joint import JointFamily, grid_of_ids, named
+from elfatt_sd.families.joint import JointFamily, grid_of_ids, named, read_once
 from elfatt_sd.methods import Grid
 
 
@@ -31,10 +31,9 @@ class Flux(JointFamily):
     takes = "tokens"
     axes: ClassVar[int] = 3  # columns of the position ids; the second counts rows, the third one columns
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        given = named(module, args, kwargs)
-        text, grid = given["encoder_hidden_states"].shape[1], grid_of_ids(given["img_ids"])
-        return Given(given["hidden_states"], given["timestep"], grid, before=text, unit=FRACTION)
+    def place(self, module: nn.Module, given: dict[str, Any]) -> tuple[int, Grid]:
+        ids = given["img_ids"]
+        return given["encoder_hidden_states"].shape[1], NO_GRID if ids.is_meta else read_once(ids, grid_of_ids)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         given = super().arguments(module, grid, batch, fill)
@@ -49,9 +48,9 @@ class FluxControlNet(Flux):
 
     classes = ("FluxControlNetModel",)
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        given = super().call(module, args, kwargs)
-        return replace(given, before=given.before + bool(module.union))
+    def place(self, module: nn.Module, given: dict[str, Any]) -> tuple[int, Grid]:
+        before, grid = super().place(module, given)
+        return before + bool(module.union), grid
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         given = super().arguments(module, grid, batch, fill)
@@ -69,10 +68,6 @@ class Chroma(Flux):
     masks_text = True
 
 
-_CACHING = ("Flux2KVAttnProcessor", "Flux2KVParallelSelfAttnProcessor")
-_REASON = "keeps keys and values of reference images from its first step, which cannot be approximated"
-
-
 class Flux2(Flux):
     """`Flux2Transformer2DModel`: text first, then the image, then reference images."""
 
@@ -80,17 +75,13 @@ class Flux2(Flux):
     processors = ("Flux2AttnProcessor", "Flux2ParallelSelfAttnProcessor")
     axes = 4
 
-    def layers(self, module: nn.Module) -> list[SelfAttention]:
-        layers = super().layers(module)
-        for name in [layer.processor_name for layer in layers if layer.processor_name in _CACHING][:1]:
-            raise ElfattError(f"{name} {_REASON}; give a Flux2KleinPipeline with a transformer of its own.")
-        return layers
-
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        mode = named(module, args, kwargs).get("kv_cache_mode")
-        if mode is not None:
-            raise ElfattError(f"kv_cache_mode={mode!r} {_REASON}; call elfatt_sd.remove_patch(pipe) first.")
-        return super().call(module, args, kwargs)
+    def place(self, module: nn.Module, given: dict[str, Any]) -> tuple[int, Grid]:
+        if (mode := given.get("kv_cache_mode")) is not None:
+            raise ElfattError(
+                f"kv_cache_mode={mode!r} keeps keys and values of reference images from its first step, which cannot "
+                "be approximated; call elfatt_sd.remove_patch(pipe) first."
+            )
+        return super().place(module, given)
 
 
 class QwenImage(JointFamily):
@@ -107,20 +98,17 @@ class QwenImage(JointFamily):
     def latent(self, module: nn.Module) -> Grid:
         return Grid(5, 80, 80) if _is_layered(module) else super().latent(module)
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call was given; of the shapes of its images, the first is that of the one to be made.
+    def place(self, module: nn.Module, given: dict[str, Any]) -> tuple[int, Grid]:
+        """Of the shapes of images, the first is that of the one to be made.
 
         A layered model makes all but the last: its layers are frames.
         """
-        given = named(module, args, kwargs)
         shapes = given["img_shapes"][0]
         (frames, rows, columns), *others = shapes if isinstance(shapes, list) else [shapes]
         if _is_layered(module) and others:
             alike = all(tuple(shape) == (frames, rows, columns) for shape in others[:-1])
             frames = frames * len(others) if alike else 0
-        text = given["encoder_hidden_states"].shape[1]
-        grid = Grid(frames, rows, columns)
-        return Given(given["hidden_states"], given["timestep"], grid, before=text, unit=FRACTION)
+        return given["encoder_hidden_states"].shape[1], Grid(frames, rows, columns)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
@@ -160,6 +148,7 @@ class ZImage(JointFamily):
     processors = ("ZSingleStreamAttnProcessor",)
     blocks = (("layers", "attention", "attention_norm1"),)
     text = 128
+    unit = RISING
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         """Return what a call was given; images of several sizes have no grid.
@@ -232,10 +221,6 @@ class StableDiffusion3(JointFamily):
                 layers.append(replace(self.layer(f"{name}2", block.attn2, block.norm1), text=0))
         return layers
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        skipped = named(module, args, kwargs).get("skip_layers")
-        return replace(super().call(module, args, kwargs), partial=bool(skipped))
-
 
 class SD3ControlNet(StableDiffusion3):
     """`SD3ControlNetModel`: blocks of Stable Diffusion 3; that of 3.5 large has no text, and is given tokens."""
@@ -246,10 +231,8 @@ class SD3ControlNet(StableDiffusion3):
         layers = super().layers(module)
         return layers if module.context_embedder is not None else [replace(layer, text=0) for layer in layers]
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        given = named(module, args, kwargs)
-        latent = Grid.image(*map(int, given["controlnet_cond"].shape[-2:]))
-        return Given(given["hidden_states"], given["timestep"], self.grid(module, latent))
+    def place(self, module: nn.Module, given: dict[str, Any]) -> tuple[int, Grid]:
+        return super().place(module, {"hidden_states": given["controlnet_cond"]})
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
@@ -267,9 +250,6 @@ class PixArt(Family):
     classes = ("PixArtTransformer2DModel",)
     merges = True
 
-    def matches(self, module: object) -> bool:  # also a subclass of that name outside of diffusers
-        return type(module).__name__ in self.classes
-
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         patch: int = module.config.patch_size  # type: ignore[assignment,union-attr]
         rounding = (False,) * (patch.bit_length() - 1)
@@ -279,9 +259,8 @@ class PixArt(Family):
         ]
 
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        sample = args[0] if args else kwargs["hidden_states"]
-        timestep = args[2] if len(args) > 2 else kwargs["timestep"]
-        return Given.latent(sample, timestep)
+        given = named(module, args, kwargs)
+        return Given.latent(given["hidden_states"], given["timestep"])
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config

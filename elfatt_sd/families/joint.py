@@ -81,10 +81,6 @@ class JointFamily(Family):
     def grid(self, module: nn.Module, latent: Grid) -> Grid:
         return Grid(*(size // patch for size, patch in zip(latent, self.patch_of(module), strict=True)))
 
-    def sizes(self, module: nn.Module, grid: Grid) -> list[int]:
-        """Return frames, rows and columns of the latent for a grid."""
-        return [tokens * patch for tokens, patch in zip(grid, self.patch_of(module), strict=True)]
-
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         return [
             self.layer(f"{blocks}.{index}.{attention}", getattr(block, attention), getattr(block, norm))
@@ -97,16 +93,23 @@ class JointFamily(Family):
             name, attention, norm, 1, text=self.text, processors=self.processors, masks_text=self.masks_text
         )
 
+    def place(self, module: nn.Module, given: dict[str, Any]) -> tuple[int, Grid]:
+        """Return how many tokens of text come before the image's in a call, and the image's grid: here, of a latent."""
+        shape = given["hidden_states"].shape
+        return 0, self.grid(module, Grid(*map(int, shape[-3:] if len(shape) == 5 else (1, *shape[-2:]))))
+
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        """Return what a call of a model was given that takes a latent; of timesteps by token, the noisiest one."""
+        """Return what a call of a model was given; of timesteps by token, the noisiest one."""
         given = named(module, args, kwargs)
-        sample, timestep = given["hidden_states"], given["timestep"]
-        grid = self.grid(module, Grid(*map(int, sample.shape[-3:] if sample.ndim == 5 else (1, *sample.shape[-2:]))))
-        return Given(sample, timestep.amax(1) if timestep.ndim == 2 else timestep, grid)
+        before, grid = self.place(module, given)
+        timestep = given["timestep"].amax(1) if given["timestep"].ndim == 2 else given["timestep"]
+        partial = bool(given.get("skip_layers"))  # of Stable Diffusion 3's guidance
+        return Given(given["hidden_states"], timestep, grid, before=before, unit=self.unit, partial=partial)
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
-        latent = (config.in_channels, *self.sizes(module, grid)[self.takes == "image" :])
+        sizes = [tokens * patch for tokens, patch in zip(grid, self.patch_of(module), strict=True)]
+        latent = (config.in_channels, *sizes[self.takes == "image" :])
         sample = fill(batch, *((grid.tokens, config.in_channels) if self.takes == "tokens" else latent))
         width = config[self.width]  # none in a ControlNet of Stable Diffusion 3.5 large
         given = {
@@ -129,18 +132,13 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def grid_of_ids(ids: Tensor) -> Grid:
-    """Read the grid off the position ids of images; those of reference images follow, with another first column."""
-    return NO_GRID if ids.is_meta else read_once(ids, lambda: _read_grid(ids))
-
-
-def read_once(ids: Tensor, read: Callable[[], Read]) -> Read:
+def read_once(ids: Tensor, read: Callable[[Tensor], Read]) -> Read:
     """Return what is read off ids. On a device, which has to be waited for, they are read again once written."""
     if ids.device.type == "cpu":  # where NumPy writes unseen
-        return read()
+        return read(ids)
     state, known = written(ids), _READ.get(ids)
     if known is None or known[0] != state:
-        known = _READ[ids] = state, read()
+        known = _READ[ids] = state, read(ids)
     found: Read = known[1]
     return found
 
@@ -150,7 +148,8 @@ def forget_read() -> None:
     _READ.clear()
 
 
-def _read_grid(ids: Tensor) -> Grid:
+def grid_of_ids(ids: Tensor) -> Grid:
+    """Read the grid off the position ids of images; those of reference images follow, with another first column."""
     known = (ids if ids.ndim == 2 else ids[0]).to("cpu", torch.float64)
     own = known[: int((known[:, 0] == known[0, 0]).long().cumprod(0).sum())]
     row, column = (own[:, axis] - own[:, axis].min() for axis in (1, 2))

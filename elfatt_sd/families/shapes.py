@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -89,22 +90,13 @@ TRANSFORMERS: dict[str, Transformer] = {
 UNET_NAMES, SHAPE_NAMES = tuple(SHAPES), (*SHAPES, *TRANSFORMERS)
 
 
-@dataclass(frozen=True)
-class Sketch:
-    """What a plan needs of a pipeline: a denoiser without weights, and pixels of the image to one of the latent."""
-
-    unet: nn.Module | None
-    transformer: nn.Module | None = None
-    vae_scale_factor: int = SCALE
-    vae_scale_factor_temporal: int = 1
-
-
-def sketch(name: str) -> Sketch:
-    """Return a shape of `SHAPES` or `TRANSFORMERS` without weights: nothing is allocated."""
-    if name in TRANSFORMERS:
-        shape = TRANSFORMERS[name]
-        return Sketch(None, empty_transformer(shape), shape.scale, shape.frames)
-    return Sketch(empty_unet(SHAPES[name]))
+def sketch(name: str) -> SimpleNamespace:
+    """Return what a plan needs of a pipeline: a known shape without weights, of which nothing is allocated."""
+    if name not in TRANSFORMERS:
+        return SimpleNamespace(unet=empty_unet(SHAPES[name]), vae_scale_factor=SCALE)
+    shape = TRANSFORMERS[name]
+    scales = {"vae_scale_factor": shape.scale, "vae_scale_factor_temporal": shape.frames}
+    return SimpleNamespace(transformer=empty_transformer(shape), **scales)
 
 
 def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:

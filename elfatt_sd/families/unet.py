@@ -63,9 +63,6 @@ class UNet(Family):
         image = cast("int", module.config.in_channels) * given.grid.tokens  # type: ignore[union-attr]
         return replace(given, frames=sample[0].numel() // image) if sample.ndim == 5 else given
 
-    def takes_noise_levels(self, module: nn.Module) -> bool:
-        return getattr(getattr(module, "config", None), "time_embedding_type", None) == "fourier"
-
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
         names = inspect.signature(module.forward).parameters

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.attention.ordering import NO_GRID
-from elfatt_sd.families.base import Fill, Given, SelfAttention, some_timestep
-from elfatt_sd.families.joint import JointFamily, named, read_once
+from elfatt_sd.families.base import Fill, SelfAttention, some_timestep
+from elfatt_sd.families.joint import JointFamily, read_once
 from elfatt_sd.methods import Grid
 
 
@@ -41,15 +41,10 @@ class LTXVideo(JointFamily):
     patch = (1, 1, 1)
     takes, prompt, width = "tokens", 128, "caption_channels"
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        given = named(module, args, kwargs)
-        timestep, coordinates = given["timestep"], given.get("video_coords")
-        size = [given.get(name) for name in ("num_frames", "height", "width")]
-        before, grid = 0, NO_GRID if None in size else Grid(*size)  # type: ignore[arg-type]
-        if coordinates is not None:
-            before, grid = read_once(coordinates, lambda: _read_video(coordinates))
-        noisiest = timestep.amax(1) if timestep.ndim == 2 else timestep
-        return Given(given["hidden_states"], noisiest, grid, before=before)
+    def place(self, module: nn.Module, given: dict[str, Any]) -> tuple[int, Grid]:
+        if (coordinates := given.get("video_coords")) is not None:
+            return read_once(coordinates, _read_video)
+        return 0, Grid(given["num_frames"], given["height"], given["width"])
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         given = super().arguments(module, grid, batch, fill)
@@ -120,27 +115,21 @@ class CogVideoX(JointFamily):
     blocks = (("transformer_blocks", "attn1", "norm1"),)
     default = Grid(13, 60, 90)
     patch = None
+    prompt, width = 226, "text_embed_dim"
 
     def layers(self, module: nn.Module) -> list[SelfAttention]:
         text: int = module.config.max_text_seq_length  # type: ignore[assignment,union-attr]
         return [replace(layer, text=text) for layer in super().layers(module)]
 
-    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
-        given = named(module, args, kwargs)
-        sample = given["hidden_states"]
-        _, frames, _, rows, columns = map(int, sample.shape)
-        grid = self.grid(module, Grid(frames, rows, columns))
-        return Given(sample, given["timestep"], grid, before=given["encoder_hidden_states"].shape[1])
+    def place(self, module: nn.Module, given: dict[str, Any]) -> tuple[int, Grid]:
+        _, frames, _, rows, columns = map(int, given["hidden_states"].shape)
+        return given["encoder_hidden_states"].shape[1], self.grid(module, Grid(frames, rows, columns))
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config
-        frames, rows, columns = self.sizes(module, grid)
-        sample = fill(batch, frames, config.in_channels, rows, columns)
-        given: dict[str, Any] = {
-            "hidden_states": sample,
-            "encoder_hidden_states": fill(batch, config.max_text_seq_length, config.text_embed_dim),
-            "timestep": some_timestep(sample.device).expand(batch),
-        }
+        given = super().arguments(module, grid, batch, fill)
+        given["hidden_states"] = given["hidden_states"].transpose(1, 2).contiguous()
+        given["encoder_hidden_states"] = fill(batch, config.max_text_seq_length, config.text_embed_dim)
         if config.use_rotary_positional_embeddings:
             turn = fill(grid.tokens, config.attention_head_dim)
             given["image_rotary_emb"] = (turn, turn)

@@ -292,26 +292,6 @@ def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[
         assert sum(seen.values()) == layers * calls * 2, "after an interrupted run"
 
 
-def check_texts(pipe: Any, run: Run) -> None:
-    """A call with longer texts is patched as well, and leaves nothing to the calls after it."""
-
-    def longer(text: Any) -> Any:
-        return [longer(row[None])[0] for row in text] if isinstance(text, list) else torch.cat([text, text[:, :4]], 1)
-
-    texts = {name: longer(given) for name, given in run.given.items() if "prompt" in name and "pooled" not in name}
-    assert texts
-    untouched = run(**texts)
-    with elfatt_sd.patched(pipe, PatchConfig("all", (ALL_KEYS["cell_spread"],))):
-        torch.testing.assert_close(run(**texts), untouched, atol=1e-5, rtol=1e-4)
-    with elfatt_sd.patched(pipe, PatchConfig("few", (Phase(1.0, "cell_spread", block_size=8, residual_steps=2),))):
-        before = run()
-        with recorded() as calls:
-            assert not torch.equal(run(**texts), untouched)
-        assert calls
-        assert torch.equal(run(), before)
-    assert torch.equal(run(**texts), untouched)
-
-
 def check_plan(pipe: Any, tokens: int, layers: int, *, counted: bool = True, **size: Any) -> None:
     """A plan knows the layers, their tokens and, but for models that read values, what a call costs."""
     plan = elfatt_sd.plan(pipe, HALF, **size)
@@ -322,17 +302,6 @@ def check_plan(pipe: Any, tokens: int, layers: int, *, counted: bool = True, **s
         return
     assert plan.call.before is not None and plan.call.after is not None
     assert 0 < plan.call.after < plan.call.before
-
-
-def check_autotune(pipe: Any, run: Run, **size: Any) -> None:
-    """Every layer's attention is timed, with shared differences too; only what is faster is patched."""
-    for phase in (FEW_KEYS["cell_spread"], Phase(1.0, "sampled", keys=8, residual_steps=2)):
-        config = PatchConfig("few", (phase,))
-        plan = elfatt_sd.plan(pipe, config, autotune=True, **size)
-        assert all("of the untouched time, measured here" in layer.reason for layer in plan.layers), str(plan)
-        elfatt_sd.apply_patch(pipe, config, autotune=True)
-        run()
-        elfatt_sd.remove_patch(pipe)
 
 
 def all_layers(pipe: Any) -> list[Any]:

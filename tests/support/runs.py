@@ -118,17 +118,6 @@ def write_clip(folder: Path) -> Path:
     return folder / "clip"
 
 
-def write_reference(folder: Path, count: int = 12) -> Path:
-    """Fill a folder with noise as the ImageNet validation set is laid out: flat, upper-case JPEG."""
-    generator = np.random.default_rng(0)
-    reference = folder / "val"
-    reference.mkdir(parents=True)
-    for index in range(1, count + 1):
-        pixels = generator.integers(0, 256, (40, 48, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(reference / f"ILSVRC2012_val_{index:08d}.JPEG", format="JPEG")
-    return reference
-
-
 def write_protocol(folder: Path, model: Path, cells: str = CELLS) -> Path:
     """Write a protocol for `write_model`: five 32x32 images a row in batches of two, four steps."""
     path, labels = folder / "small.toml", folder / "labels.txt"
@@ -402,6 +391,10 @@ def write_folder(folder: Path, *, by_class: bool = False) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
     return folder
+
+
+def write_reference(folder: Path) -> Path:
+    return write_folder(folder / "val")
 
 
 def flat(folder: Path) -> Path:

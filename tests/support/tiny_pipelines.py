@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -106,39 +105,19 @@ for level in range(3):  # a level of `unet()` has one layer on the way down, and
     for place, part in enumerate(("resnets", "attentions")):
         _UNET[f"down_blocks.{level}.{part}.0"] = f"input_blocks.{2 * level + 1}.{place}"
         _UNET |= {f"up_blocks.{level}.{part}.{layer}": f"output_blocks.{2 * level + layer}.{place}" for layer in (0, 1)}
-_VAE = [
-    (r"(down|up)_blocks\.(\d+)\.resnets\.", r"\1.\2.block."),
-    (r"(down|up)_blocks\.(\d+)\.(down|up)samplers\.0\.", r"\1.\2.\3sample."),
-    (r"mid_block\.resnets\.0", "mid.block_1"),
-    (r"mid_block\.resnets\.1", "mid.block_2"),
-    (r"mid_block\.attentions\.0", "mid.attn_1"),
-    (r"group_norm", "norm"),
-    (r"to_out\.0", "proj_out"),
-    (r"to_([qkv])", r"\1"),
-    (r"conv_norm_out", "norm_out"),
-    (r"conv_shortcut", "nin_shortcut"),
-]
 
 
-def original_checkpoint(pipe: StableDiffusionPipeline) -> dict[str, torch.Tensor]:
-    """The weights of a pipeline by the names that a single-file checkpoint of Stable Diffusion 1.x has."""
+def original_unet(model: UNet2DConditionModel) -> dict[str, torch.Tensor]:
+    """The weights of `unet()` by the names that a single-file checkpoint of Stable Diffusion 1.x has."""
     weights = {}
-    for name, weight in pipe.unet.state_dict().items():
+    for name, weight in model.state_dict().items():
         part = next(part for part in _UNET if name.startswith(part + "."))
         rest = name.removeprefix(part + ".")
         if "resnets" in part:
             own, _, kind = rest.partition(".")
             rest = f"{_RESNET[own]}.{kind}"
-        weights[f"model.diffusion_model.{_UNET[part]}.{rest}"] = weight
-    for name, weight in pipe.vae.state_dict().items():
-        renamed = re.sub(r"up_blocks\.(\d+)", lambda found: f"up_blocks.{1 - int(found[1])}", name)  # of two levels
-        for pattern, replacement in _VAE:
-            renamed = re.sub(pattern, replacement, renamed)
-        is_matrix = ".attn_1." in renamed and weight.ndim == 2  # a convolution, in the original
-        weights[f"first_stage_model.{renamed}"] = weight[:, :, None, None] if is_matrix else weight
-    for name, weight in pipe.text_encoder.state_dict().items():
-        weights[f"cond_stage_model.transformer.text_model.{name.removeprefix('text_model.')}"] = weight
-    return {name: weight.contiguous() for name, weight in weights.items()}
+        weights[f"model.diffusion_model.{_UNET[part]}.{rest}"] = weight.contiguous()
+    return weights
 
 
 def quiet(pipe: Any) -> Any:

@@ -18,6 +18,9 @@ from support import tiny_pipelines as tiny
 from support.checks import generator
 from transformers import AutoTokenizer, T5Config, T5EncoderModel
 
+from elfatt_sd.families import family_of
+from elfatt_sd.methods import Grid
+
 TEXT, WIDTH = 7, 12  # tokens and channels of the embeddings of text
 TEXT_WIDTH = 8  # of PixArt's and Flux's
 
@@ -30,14 +33,8 @@ _POOLED = {"pooled_projection_dim": tiny.TEXT_WIDTH}
 _SD3 = {"sample_size": 32, "patch_size": 2, "in_channels": 4, "attention_head_dim": 8, "num_attention_heads": 2}
 _SD3 |= {"joint_attention_dim": WIDTH, "caption_projection_dim": 16, "pooled_projection_dim": 8}
 _SD3 |= {"pos_embed_max_size": 16}
-_QWEN = {
-    **_HEADS,
-    **_ROTARY,
-    "patch_size": 2,
-    "in_channels": 16,
-    "attention_head_dim": 16,
-    "joint_attention_dim": WIDTH,
-}
+_QWEN = {**_HEADS, **_ROTARY, "patch_size": 2, "in_channels": 16, "attention_head_dim": 16}
+_QWEN |= {"joint_attention_dim": WIDTH}
 CONFIGS: dict[str, dict[str, Any]] = {
     "PixArtTransformer2DModel": _HEADS
     | {"out_channels": 8, "attention_head_dim": 8, "cross_attention_dim": 16, "sample_size": 32, "patch_size": 2}
@@ -135,6 +132,18 @@ def runner(pipe: Any, **fixed: Any) -> Callable[..., torch.Tensor]:
 
     run.given = fixed
     return run
+
+
+def calling(model: Any, given: dict[str, Any] | None = None) -> Callable[[], torch.Tensor]:
+    """Return what calls a bare model, by default with two rows of 6x4 tokens, and joins all that it returns."""
+    arguments = given or family_of(model).arguments(model, Grid.image(6, 4), 2, torch.rand)
+
+    def flat(found: Any) -> torch.Tensor:
+        if isinstance(found, torch.Tensor):
+            return found.flatten()
+        return torch.cat([flat(each) for each in found if each is not None])
+
+    return torch.no_grad()(lambda: flat(model(**arguments, return_dict=False)))
 
 
 # Families in their pipelines: no text encoder and, but for some, no VAE; for latents of embeddings.
@@ -259,6 +268,15 @@ _TABLE = {
 FAMILIES = list(_TABLE)
 
 
+def several(length: int, encoded: bool = False) -> dict[str, Any]:
+    """Two rows of Z-Image Omni: a text for an image that is given, and one of a length for an image to be made."""
+    rows = [[torch.rand(4, 1, 8, 6), torch.rand(4, 1, 12, 8)]] * 2
+    texts = [[embeds(0, 5)[0], embeds(1, tokens)[0]] for tokens in (7, length)]
+    seen = [[torch.rand(3, 2, 6), None]] * 2 if encoded else [None] * 2  # by an encoder
+    given = {"image_noise_mask": [[0, 1]] * 2, "siglip_feats": seen}
+    return {"x": rows, "t": torch.tensor([0.3, 0.3]), "cap_feats": texts, **given}
+
+
 def made(
     name: str, *, config: dict[str, Any] | None = None, second: bool = False, **options: Any
 ) -> tuple[Any, Callable[..., torch.Tensor]]:
@@ -347,20 +365,17 @@ def wan22(folder: Path) -> Any:
     return _spelling(folder, "WanPipeline", wan_transformer(), wan_transformer(), **parts)
 
 
-def _saved(pipe: Any, folder: Path) -> Path:
-    pipe.save_pretrained(folder)
-    return folder
-
-
 def write_flux(folder: Path) -> Path:
-    return _saved(flux(folder, vae=vae()), folder / "flux")
+    flux(folder, vae=vae()).save_pretrained(folder / "flux")
+    return folder / "flux"
 
 
-def write_qwen_image(folder: Path) -> Path:
-    parts = transformer("QwenImageTransformer2DModel"), {"vae": _vae("AutoencoderKLQwenImage")}
-    return _saved(_spelling(folder, "QwenImagePipeline", parts[0], **parts[1]), folder / "QwenImagePipeline")
+def _write(name: str, model: str, decoder: str, folder: Path) -> Path:
+    _spelling(folder, name, transformer(model), vae=_vae(decoder)).save_pretrained(folder / name)
+    return folder / name
 
 
-def write_wan(folder: Path) -> Path:
-    pipe = _spelling(folder, "WanPipeline", wan_transformer(), vae=_vae("AutoencoderKLWan"))
-    return _saved(pipe, folder / "WanPipeline")
+write_wan = functools.partial(_write, "WanPipeline", "WanTransformer3DModel", "AutoencoderKLWan")
+write_qwen_image = functools.partial(
+    _write, "QwenImagePipeline", "QwenImageTransformer2DModel", "AutoencoderKLQwenImage"
+)
