@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple, Self, TypeVar
 
 import psutil
@@ -207,6 +208,32 @@ class Spread(NamedTuple):
     def words(self, digits: int = 2) -> str:
         median, least, greatest = (f"{value:.{digits}f}" for value in self)
         return median if least == greatest else f"{median} ({least} to {greatest})"
+
+
+def student_quantile(probability: float, freedom: int) -> float:
+    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else Abramowitz and Stegun 26.7.5."""
+    if freedom == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if freedom == 2:
+        centred = 2 * probability - 1
+        return centred * math.sqrt(2 / (1 - centred**2))
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return math.fsum(term / freedom**power for power, term in enumerate(terms))
+
+
+def mean_words(values: Sequence[float], digits: int = 1) -> str:
+    """Return the mean of values of several images with its interval of 95 %, and the lowest, for people."""
+    mean, count = statistics.fmean(values), len(values)
+    half = student_quantile(0.975, count - 1) * statistics.stdev(values) / math.sqrt(count)
+    low, high, lowest = (f"{value:.{digits}f}" for value in (mean - half, mean + half, min(values)))
+    return f"{mean:.{digits}f} on average (95 % interval {low} to {high}), lowest {lowest}, of {count} images"
 
 
 def now() -> str:

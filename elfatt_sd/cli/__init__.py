@@ -128,7 +128,7 @@ def generate(
     ] = "0.5,0.5",
 ) -> None:
     """Draw images, each a PNG with its settings inside and a JSON file next to it."""
-    from elfatt_sd.drawing.compare import compared
+    from elfatt_sd.drawing.compare import closeness, compared
     from elfatt_sd.drawing.studio import Request, Studio, read_prompts
     from elfatt_sd.visualize import check_wanted
 
@@ -161,6 +161,9 @@ def generate(
             on_image(result.summary(), result.fault and f"{result.path}: {result.fault}")
     seconds = median(result.seconds for result in results)
     print(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
+    close = [result.psnr_db for result in results if result.psnr_db is not None]
+    if len(close) > 1:
+        print(closeness(close))
     if explain:
         _explain(studio, results, {"layer": layer, "step": step, "at": point})
 

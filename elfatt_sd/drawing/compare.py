@@ -17,7 +17,7 @@ from elfatt_sd.drawing.running import Shot
 from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Studio, free_name, write_image
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers
-from elfatt_sd.measure import Comparison, Spread, Turn, ratios
+from elfatt_sd.measure import Comparison, Spread, Turn, mean_words, ratios
 from elfatt_sd.measure import busy as busy_of
 from elfatt_sd.patch import remove_patch
 from elfatt_sd.runtime.layer import fits
@@ -243,7 +243,7 @@ def compared(studio: Studio) -> Iterator[Result]:
             "timing": "one run between two untouched ones, after a warm-up of two steps",
         }
         path = write_image(free_name(studio.folder, trial.prompt), sheet, record)
-        yield Result(path, shot.seconds, studio.memory(shot), fault, figures)
+        yield Result(path, shot.seconds, studio.memory(shot), fault, figures, record["psnr_db"])
         trial = following
 
 
@@ -260,6 +260,13 @@ def pair(trial: Trial) -> tuple[Row, Row, str, str]:
     figures += f": {fast} times as fast (between two untouched runs, after a warm-up); PSNR {close} dB"
     said = trial.comparison.busy()
     return untouched, own, f"{figures}\n  {said}" if said else figures, ""
+
+
+def closeness(decibel: Sequence[float]) -> str:
+    """Say how close images are, without those that are identical; of one image there is no mean."""
+    if not decibel:
+        return "identical"
+    return f"PSNR in dB: {mean_words(decibel)}" if decibel[1:] else f"PSNR {decibel[0]:.1f} dB"
 
 
 class Line(NamedTuple):
@@ -320,8 +327,7 @@ class Sheet:
             for method, rows in by_method.items():
                 speed = Spread.over([ratio for row in rows for ratio in row.ratios]).words()
                 close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
-                psnr = f"PSNR {median(close):.1f} dB" if close else "identical"
-                said.append(f"{model}, {method}: {speed} times as fast, {psnr} (median of {len(rows)} prompts)")
+                said.append(f"{model}, {method}: {speed} times as fast, {closeness(close)}")
             if busy[model]:
                 said.append(f"{model}: {busy[model]}")
         size = max(line.rows[0].picture.size for line in self.lines)

@@ -117,6 +117,7 @@ class Result:
     memory: str  # peak while it was drawn, in words
     fault: str  # what is wrong with it, in a sentence; empty otherwise
     figures: str = ""  # of the comparison with the untouched image, in words; empty where there is none
+    psnr_db: float | None = None  # to the untouched image; None where that was not drawn, or is identical
 
     def summary(self) -> str:
         return f"{self.path}\n  {self.figures or f'{self.seconds:.2f} s'}"

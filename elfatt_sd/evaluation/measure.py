@@ -37,10 +37,9 @@ from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
 from elfatt_sd.evaluation.records import Peaks, read_data, same_images
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run
-from elfatt_sd.evaluation.statistics import student_quantile
 from elfatt_sd.families import find_denoisers, step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
-from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios
+from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios, student_quantile
 from elfatt_sd.runtime.call import rounded
 from elfatt_sd.runtime.layer import choose_layers
 

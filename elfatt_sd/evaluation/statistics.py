@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import atomic_file
+from elfatt_sd.measure import student_quantile
 
 Interval = tuple[float, float]
 Groups = Sequence[int] | Tensor  # the class of each image
@@ -112,24 +112,6 @@ def even_classes(groups: Groups) -> int:
     """Number of classes of one size that tell as much (Kish 1965): with one large class hardly more than one."""
     sizes = torch.unique(torch.as_tensor(groups, device="cpu"), return_counts=True)[1].double()
     return round(float(sizes.sum() ** 2 / sizes.square().sum()))
-
-
-def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else Abramowitz and Stegun 26.7.5."""
-    if freedom == 1:
-        return math.tan(math.pi * (probability - 0.5))
-    if freedom == 2:
-        centred = 2 * probability - 1
-        return centred * math.sqrt(2 / (1 - centred**2))
-    z = NormalDist().inv_cdf(probability)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return math.fsum(term / freedom**power for power, term in enumerate(terms))
 
 
 def share_interval(shares: Tensor, groups: Groups, parts: int = 1) -> Interval | None:

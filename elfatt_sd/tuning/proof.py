@@ -17,7 +17,7 @@ from PIL import Image
 from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.statistics import student_quantile
+from elfatt_sd.measure import student_quantile
 from elfatt_sd.tuning.runs import Drawn, Sample
 
 Metric = Literal["psnr", "ssim", "lpips", "dists"]

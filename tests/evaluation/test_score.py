@@ -22,7 +22,8 @@ from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.protocols import Reference
 from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.score import Scorer, build_references, pair_changes, score_run, structural_similarity
-from elfatt_sd.evaluation.statistics import FeatureStatistics, student_quantile
+from elfatt_sd.evaluation.statistics import FeatureStatistics
+from elfatt_sd.measure import student_quantile
 
 
 @pytest.fixture(scope="module")

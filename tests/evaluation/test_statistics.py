@@ -36,9 +36,9 @@ from elfatt_sd.evaluation.statistics import (
     neighbour_figures,
     read_array,
     share_interval,
-    student_quantile,
     verdict,
 )
+from elfatt_sd.measure import student_quantile
 
 FIGURES = ("published", "least", "most")
 RUNS = 60

@@ -11,7 +11,7 @@ from PIL import Image
 from benchmarks import promise as simulated
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.statistics import student_quantile
+from elfatt_sd.measure import student_quantile
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Promise, Proof, check_wanted, level_of_looks, measure_named
 from elfatt_sd.tuning.runs import Drawn, Sample
 
