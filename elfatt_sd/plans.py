@@ -142,10 +142,6 @@ class Plan:
                 sizes.append((layer.tokens, layer.channels))
         return kept_bytes(sizes, torch.float16, self.config.residuals)
 
-    def average(self, layer: PlannedLayer) -> float:
-        parts = (phase.until - phase.start for phase in self.phases)
-        return sum(part * work for part, work in zip(parts, layer.multiply_adds_by_phase, strict=True))
-
     def groups(self) -> list[tuple[PlannedLayer, ...]]:
         alike: dict[PlannedLayer, list[PlannedLayer]] = {}
         for layer in self.layers:
@@ -325,25 +321,15 @@ def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
     corrected = f", exact in 1 of {phase.residual_steps} steps{rows} and corrected in between"
     corrected *= phase.residual_steps > 1
     dtype = f" in {phase.attention_dtype}" * bool(phase.attention_dtype)
-    return _merging(phase, grids) + phase.attention.words(fitted) + dtype + corrected
-
-
-def _fitted(phase: Phase, grid: Grid) -> Phase:
-    merge = dataclasses.replace(phase.merge, ratio=phase.merge.merged(grid) / grid.tokens)
-    return dataclasses.replace(phase, attention=phase.attention.fit(grid, phase.merge), merge=merge)
-
-
-def _merging(phase: Phase, grids: Sequence[Grid]) -> str:
-    """Say how much is merged, and how much can be where that is less than asked."""
-    merge = phase.merge
-    if not merge.ratio:
-        return ""
-    most = max((merge.most(grid) / grid.tokens for grid in grids), default=1.0)
-    got = [merge.merged(grid) / grid.tokens for grid in grids] or [merge.ratio]
-    asked, low, high = (f"{ratio:.0%}" for ratio in (merge.ratio, min(got), max(got)))
-    span = low if low == high else f"{low} to {high}"
-    stride = f"stride {merge.stride}" if merge.ratio <= most else f"at most {most:.0%} with stride {merge.stride}"
-    return f"{span} merged ({f'{asked} asked, ' * (span != asked)}{stride}), "
+    merge, merging = phase.merge, ""
+    if merge.ratio:  # how much is merged, and how much can be where that is less than asked
+        most = max((merge.most(grid) / grid.tokens for grid in grids), default=1.0)
+        got = [merge.merged(grid) / grid.tokens for grid in grids] or [merge.ratio]
+        asked, low, high = (f"{ratio:.0%}" for ratio in (merge.ratio, min(got), max(got)))
+        span = low if low == high else f"{low} to {high}"
+        stride = f"stride {merge.stride}" if merge.ratio <= most else f"at most {most:.0%} with stride {merge.stride}"
+        merging = f"{span} merged ({f'{asked} asked, ' * (span != asked)}{stride}), "
+    return merging + phase.attention.words(fitted) + dtype + corrected
 
 
 def _describe_all(phases: Sequence[Phase], grids: Sequence[Grid | None]) -> str:
@@ -377,7 +363,9 @@ def _plan_layer(
         approximated.append(pays and not phase.exact)
         if not phase.exact:
             verdict = decision or (_ESTIMATED_SLOWER if work > before else None)
-            reasons.append(describe(_fitted(phase, grid)) + (f": {verdict}" if verdict else ""))
+            merge = dataclasses.replace(phase.merge, ratio=phase.merge.merged(grid) / grid.tokens)
+            fitted = dataclasses.replace(phase, attention=phase.attention.fit(grid, phase.merge), merge=merge)
+            reasons.append(describe(fitted) + (f": {verdict}" if verdict else ""))
     if not reasons:
         reason = describe(EXACT)
     elif not chosen:

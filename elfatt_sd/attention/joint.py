@@ -76,9 +76,9 @@ def cell_joint_attention(
     attention. With `fp32_logits`, all is computed in float32 and the result alone is rounded.
     """
     if fp32_logits:
-        dtype = q.dtype
-        q, k, v = (_at_least_float32(x) for x in (q, k, v))
-        context = context and context._replace(k=_at_least_float32(context.k), v=_at_least_float32(context.v))
+        dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        q, k, v = (x.to(wide) for x in (q, k, v))
+        context = context and context._replace(k=context.k.to(wide), v=context.v.to(wide))
         with torch.autocast(q.device.type, enabled=False):
             out = cell_joint_attention(q, k, v, cells, groups, weighted=weighted, context=context)
         return out.to(dtype)
@@ -120,7 +120,13 @@ def elfatt_joint_attention(
         qh, kh, vh = (x[:, :, heads] for x in (q, k, v))
         own = None if context is None else context._replace(k=context.k[:, :, heads], v=context.v[:, :, heads])
         if heads.start == 0 and agent_heads:
-            mixed = _with_context(qh, _through_agents(qh, kh, vh, agents, query_scale), own)
+            pooled = run_agents(qh, agents)
+            summaries = attend(pooled, kh, vh)
+            base, larger = qh.shape[1] // pooled.shape[1], qh.shape[1] % pooled.shape[1]
+            first, others = summaries.total[:, :larger], summaries.total[:, larger:].repeat_interleave(base, 1)
+            measured = torch.cat([first.repeat_interleave(base + 1, 1), others], 1) if larger else others
+            image = Part(attend(qh, pooled, summaries.mixed, scale=query_scale).mixed, measured)
+            mixed = _with_context(qh, image, own)
             done.append(torch.add(mixed, vh, alpha=value_shortcut) if value_shortcut else mixed)
         else:
             done.append(_with_context(qh, _in_blocks(qh, kh, vh, block_size), own))
@@ -147,20 +153,6 @@ def _seen(q: Tensor, keys: Keys) -> Part:
 
 def _with_context(q: Tensor, image: Part, context: Keys | None) -> Tensor:
     return (image if context is None else image.joined(_seen(q, context))).mixed
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _through_agents(q: Tensor, k: Tensor, v: Tensor, count: int, query_scale: float | None) -> Part:
-    """Attend through agents; the weight is what the agent of the own run measures."""
-    agents = run_agents(q, count)
-    summaries = attend(agents, k, v)
-    mixed = attend(q, agents, summaries.mixed, scale=query_scale).mixed
-    base, larger = q.shape[1] // agents.shape[1], q.shape[1] % agents.shape[1]
-    own = [summaries.total[:, :larger].repeat_interleave(base + 1, 1)] if larger else []
-    return Part(mixed, torch.cat([*own, summaries.total[:, larger:].repeat_interleave(base, 1)], 1))
 
 
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> Part:
