@@ -271,9 +271,14 @@ def make_plan(
     turns, planned = sum(map(takes_steps, layers)), list[PlannedPhase]()
     for index, (start, end) in enumerate(itertools.pairwise((0.0, *ends))):
         there = [phases[index] for phases in by_layer] or [config.phase_until(end)]
-        grids = [layer.grid if layer.approximated[index] else None for layer in planned_layers]
+        grids: dict[Phase, list[Grid]] = {phase: [] for phase in there}
+        for phase, layer in zip(there, planned_layers, strict=False):
+            grids[phase] += [layer.grid] if layer.approximated[index] else []
+        words = {phase: describe(phase, own) for phase, own in grids.items()}
+        counts = collections.Counter(words[phase] for phase in there)
+        what = "; ".join(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.most_common())
         work = sum(layer.multiply_adds_by_phase[index] for layer in planned_layers) // turns
-        planned.append(PlannedPhase(start, end, _describe_all(there, grids), work))
+        planned.append(PlannedPhase(start, end, what if len(counts) > 1 else next(iter(counts)), work))
     after = sum((phase.until - phase.start) * phase.multiply_adds for phase in planned)
     before = sum(layer.multiply_adds for layer in planned_layers) // turns
     return Plan(config, size, tuple(planned_layers), tuple(planned), before, round(after), turns=turns)
@@ -330,17 +335,6 @@ def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
         stride = f"stride {merge.stride}" if merge.ratio <= most else f"at most {most:.0%} with stride {merge.stride}"
         merging = f"{span} merged ({f'{asked} asked, ' * (span != asked)}{stride}), "
     return merging + phase.attention.words(fitted) + dtype + corrected
-
-
-def _describe_all(phases: Sequence[Phase], grids: Sequence[Grid | None]) -> str:
-    found: dict[Phase, list[Grid]] = {}
-    for phase, grid in zip(phases, grids or [None], strict=True):
-        found.setdefault(phase, []).extend([] if grid is None else [grid])
-    words = {phase: describe(phase, own) for phase, own in found.items()}
-    counts = collections.Counter(words[phase] for phase in phases)
-    if len(counts) == 1:
-        return next(iter(counts))
-    return "; ".join(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.most_common())
 
 
 def _plan_layer(

@@ -129,7 +129,12 @@ def elfatt_joint_attention(
             mixed = _with_context(qh, image, own)
             done.append(torch.add(mixed, vh, alpha=value_shortcut) if value_shortcut else mixed)
         else:
-            done.append(_with_context(qh, _in_blocks(qh, kh, vh, block_size), own))
+            blocks, _, _ = partition(q.shape[1], block_size)
+            parts = []
+            for piece, size in equal_parts(q.shape[1], blocks):
+                inside = (x[:, piece].reshape(-1, size, *x.shape[2:]) for x in (qh, kh, vh))
+                parts.append(attend(*inside).view(qh[:, piece].shape))
+            done.append(_with_context(qh, functools.reduce(_concatenated, parts), own))
     return done[0] if len(done) == 1 else torch.cat(done, dim=2)
 
 
@@ -153,16 +158,6 @@ def _seen(q: Tensor, keys: Keys) -> Part:
 
 def _with_context(q: Tensor, image: Part, context: Keys | None) -> Tensor:
     return (image if context is None else image.joined(_seen(q, context))).mixed
-
-
-def _in_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> Part:
-    """Attend inside each block of consecutive tokens; the blocks tile the sequence (`ordering.partition`)."""
-    blocks, _, _ = partition(q.shape[1], block_size)
-    parts = []
-    for piece, size in equal_parts(q.shape[1], blocks):
-        own = (x[:, piece].reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
-        parts.append(attend(*own).view(q[:, piece].shape))
-    return functools.reduce(_concatenated, parts)
 
 
 def near_cells(q: Tensor, k: Tensor, v: Tensor, cells: int) -> Part:

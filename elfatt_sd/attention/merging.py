@@ -174,15 +174,7 @@ def most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple
     keys = _normalise_(metric[:, destinations]).transpose(1, 2)
     similarity, nearest = [], []
     for some in torch.split(sources, rows_at_once(len(metric), len(destinations), metric.device)):
-        scores = _normalise_(metric[:, some]) @ keys
-        batch, rows, columns = scores.shape
-        if scores.device.type != "cpu" or columns % _FOLD:
-            values, place = scores.max(dim=2)
-        else:  # on a CPU, `amax` runs on vectors and `max` with indices does not: they are searched in fewer columns
-            folded = scores.view(batch, rows, _FOLD, columns // _FOLD)
-            values, place = folded.amax(dim=2).max(dim=2)
-            fold = folded.gather(3, place[:, :, None, None].expand(-1, -1, _FOLD, 1)).squeeze(3).argmax(dim=2)
-            place = fold * (columns // _FOLD) + place
+        values, place = _row_maximum(_normalise_(metric[:, some]) @ keys)
         similarity.append(values)
         nearest.append(place)
     return tuple(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in (similarity, nearest))  # type: ignore[return-value]
@@ -207,6 +199,22 @@ def _elements(device: torch.device) -> int:
 @functools.cache
 def _whole_memory(device: torch.device) -> float:
     return memory_of(device)[0]
+
+
+def _row_maximum(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return maximum and its index over the last dimension of `[B, rows, columns]`.
+
+    On a CPU, `amax` runs on vectors and `max` with indices does not: the columns are folded in `_FOLD` before the
+    index is searched.
+    """
+    batch, rows, columns = scores.shape
+    if scores.device.type != "cpu" or columns % _FOLD:
+        largest = scores.max(dim=2)
+        return largest.values, largest.indices
+    folded = scores.view(batch, rows, _FOLD, columns // _FOLD)
+    values, place = folded.amax(dim=2).max(dim=2)
+    fold = folded.gather(3, place[:, :, None, None].expand(-1, -1, _FOLD, 1)).squeeze(3).argmax(dim=2)
+    return values, fold * (columns // _FOLD) + place
 
 
 def _normalise_(x: Tensor) -> Tensor:
