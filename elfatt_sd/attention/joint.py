@@ -120,21 +120,10 @@ def elfatt_joint_attention(
         qh, kh, vh = (x[:, :, heads] for x in (q, k, v))
         own = None if context is None else context._replace(k=context.k[:, :, heads], v=context.v[:, :, heads])
         if heads.start == 0 and agent_heads:
-            pooled = run_agents(qh, agents)
-            summaries = attend(pooled, kh, vh)
-            base, larger = qh.shape[1] // pooled.shape[1], qh.shape[1] % pooled.shape[1]
-            first, others = summaries.total[:, :larger], summaries.total[:, larger:].repeat_interleave(base, 1)
-            measured = torch.cat([first.repeat_interleave(base + 1, 1), others], 1) if larger else others
-            image = Part(attend(qh, pooled, summaries.mixed, scale=query_scale).mixed, measured)
-            mixed = _with_context(qh, image, own)
+            mixed = _with_context(qh, _through_agents(qh, kh, vh, agents, query_scale), own)
             done.append(torch.add(mixed, vh, alpha=value_shortcut) if value_shortcut else mixed)
         else:
-            blocks, _, _ = partition(q.shape[1], block_size)
-            parts = []
-            for piece, size in equal_parts(q.shape[1], blocks):
-                inside = (x[:, piece].reshape(-1, size, *x.shape[2:]) for x in (qh, kh, vh))
-                parts.append(attend(*inside).view(qh[:, piece].shape))
-            done.append(_with_context(qh, functools.reduce(_concatenated, parts), own))
+            done.append(_with_context(qh, _in_blocks(qh, kh, vh, block_size), own))
     return done[0] if len(done) == 1 else torch.cat(done, dim=2)
 
 
@@ -158,6 +147,26 @@ def _seen(q: Tensor, keys: Keys) -> Part:
 
 def _with_context(q: Tensor, image: Part, context: Keys | None) -> Tensor:
     return (image if context is None else image.joined(_seen(q, context))).mixed
+
+
+def _through_agents(q: Tensor, k: Tensor, v: Tensor, count: int, query_scale: float | None) -> Part:
+    """Attend through agents; the weight is what the agent of the own run measures."""
+    agents = run_agents(q, count)
+    summaries = attend(agents, k, v)
+    mixed = attend(q, agents, summaries.mixed, scale=query_scale).mixed
+    base, larger = q.shape[1] // agents.shape[1], q.shape[1] % agents.shape[1]
+    own = [summaries.total[:, :larger].repeat_interleave(base + 1, 1)] if larger else []
+    return Part(mixed, torch.cat([*own, summaries.total[:, larger:].repeat_interleave(base, 1)], 1))
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> Part:
+    """Attend inside each block of consecutive tokens; the blocks tile the sequence (`ordering.partition`)."""
+    blocks, _, _ = partition(q.shape[1], block_size)
+    parts = []
+    for piece, size in equal_parts(q.shape[1], blocks):
+        own = (x[:, piece].reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
+        parts.append(attend(*own).view(q[:, piece].shape))
+    return functools.reduce(_concatenated, parts)
 
 
 def near_cells(q: Tensor, k: Tensor, v: Tensor, cells: int) -> Part:
