@@ -192,7 +192,7 @@ class PatchConfig:
         return dataclasses.replace(self, method=method)._knowing(self.changes)
 
     def _knowing(self, changes: Mapping[str, Any]) -> PatchConfig:
-        object.__setattr__(self, "changes", changes)  # no field: neither compared nor saved
+        vars(self)["changes"] = changes  # no field: neither compared nor saved
         return self
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
@@ -237,8 +237,10 @@ class PatchConfig:
         try:
             write_json(Path(path), self.to_dict())
         except (OSError, TypeError, ValueError) as error:
-            reason = f"cannot be written ({_reason(error)}); give the name of a file in a writable folder."
-            raise ElfattError(f"config={_shown(path)} {reason}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise ElfattError(
+                f"config={_shown(path)} cannot be written ({reason}); give the name of a file in a writable folder."
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PatchConfig:
@@ -254,8 +256,9 @@ class PatchConfig:
             data = json.loads(Path(path).read_text(encoding="utf-8-sig"))  # editors on Windows put a BOM first
         except (OSError, TypeError, ValueError, RecursionError) as error:
             what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read"
+            reason = getattr(error, "strerror", None) or error
             raise ElfattError(
-                f"config={_shown(path)} {what} ({_reason(error)}); give a file that `PatchConfig.save` or "
+                f"config={_shown(path)} {what} ({reason}); give a file that `PatchConfig.save` or "
                 "`elfatt-sd patch --save` wrote."
             ) from error
         try:
@@ -291,11 +294,6 @@ class PatchConfig:
         last_of_group = step % phase.residual_steps == phase.residual_steps - 1
         return not last_of_group and step + 1 < steps and self.phase_at(step + 1, steps) == phase
 
-    def shares_any(self, first: int, steps: int) -> bool:
-        """Tell whether a difference is shared by any steps of a run; arguments as for `approximates`."""
-        sharing = any(phase.residual_steps > 1 for phase in self.phases)
-        return sharing and any(self.shares_difference(step, steps) for step in range(first, steps))
-
     @property
     def shares_guidance(self) -> bool:
         """Whether rows of the same latents share differences, wherever steps share any."""
@@ -316,10 +314,6 @@ def _shown(path: object) -> str:
     return repr(os.fspath(path) if isinstance(path, os.PathLike) else path)
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
 """The name of a preset, for type checkers; `sd` is the untouched model."""
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -328,7 +322,7 @@ DEFAULT: Method = "elfatt"
 UNTOUCHED: Method = "sd"
 # Those with a colour of their own in plots, in the colours' order: pages that are there already keep theirs.
 COLOURED = ("elfatt", "tome", "agent", "elfatt-fast", "tomesd", "elfatt-quality")
-reserve((*METHODS, *COLOURED), RUN_SETTINGS)
+reserve((*METHODS, *COLOURED), [*RUN_SETTINGS, *(field.name for field in dataclasses.fields(Phase)), "active_fraction"])
 
 
 def method_names() -> list[str]:

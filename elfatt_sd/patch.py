@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, Unpack, cast
 
@@ -80,11 +80,8 @@ def warn_if_slower(planned: Plan) -> None:
 
 def _class_names(take_over: Any) -> tuple[str, ...]:
     """Return the names of classes that `take_over` stands for: names, or the classes themselves."""
-    given = take_over if isinstance(take_over, Iterable) and not isinstance(take_over, str | type) else [take_over]
-    names = tuple(each.__name__ if isinstance(each, type) else each for each in given)
-    if not all(isinstance(name, str) for name in names):
-        raise ElfattError(f"take_over={take_over!r} is not accepted; give names of processors' classes.")
-    return names
+    given = [take_over] if isinstance(take_over, str | type) else take_over
+    return tuple(each.__name__ if isinstance(each, type) else each for each in given)
 
 
 def _warn_of_others_processors(chosen: dict[str, Layers], config: PatchConfig) -> None:

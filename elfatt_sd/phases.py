@@ -172,18 +172,14 @@ class Phase:
         if attention_dtype is not None:
             errors.choice("attention_dtype", attention_dtype, NARROWER)
         kind = attention if isinstance(attention, Attention) else attention_named(attention)()
-        values = {
-            "until": until,
-            "attention": kind.with_settings(settings),
-            "merge": dataclasses.replace(merge or Merge(), **_some(settings, MERGE_SETTINGS)),
-            "residual_steps": residual_steps,
-            "residual_guidance": residual_guidance,
-            "attention_dtype": attention_dtype,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-        if self.dense and not self.exact:
-            object.__setattr__(self, "residual_steps", 1)
+        vars(self).update(
+            until=until,
+            attention=kind.with_settings(settings),
+            merge=dataclasses.replace(merge or Merge(), **_some(settings, MERGE_SETTINGS)),
+            residual_guidance=residual_guidance,
+            attention_dtype=attention_dtype,
+        )
+        vars(self).update(residual_steps=1 if self.dense and not self.exact else residual_steps)
         if self.attention.empty and residual_steps == 1:
             raise ElfattError(
                 f"residual_steps=1 is not accepted with attention={self.attention.name!r}, which reuses the output of "

@@ -142,10 +142,6 @@ class Plan:
                 sizes.append((layer.tokens, layer.channels))
         return kept_bytes(sizes, torch.float16, self.config.residuals)
 
-    def average(self, layer: PlannedLayer) -> float:
-        parts = (phase.until - phase.start for phase in self.phases)
-        return sum(part * work for part, work in zip(parts, layer.multiply_adds_by_phase, strict=True))
-
     def groups(self) -> list[tuple[PlannedLayer, ...]]:
         alike: dict[PlannedLayer, list[PlannedLayer]] = {}
         for layer in self.layers:
@@ -275,9 +271,14 @@ def make_plan(
     turns, planned = sum(map(takes_steps, layers)), list[PlannedPhase]()
     for index, (start, end) in enumerate(itertools.pairwise((0.0, *ends))):
         there = [phases[index] for phases in by_layer] or [config.phase_until(end)]
-        grids = [layer.grid if layer.approximated[index] else None for layer in planned_layers]
+        grids: dict[Phase, list[Grid]] = {phase: [] for phase in there}
+        for phase, layer in zip(there, planned_layers, strict=False):
+            grids[phase] += [layer.grid] if layer.approximated[index] else []
+        words = {phase: describe(phase, own) for phase, own in grids.items()}
+        counts = collections.Counter(words[phase] for phase in there)
+        what = "; ".join(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.most_common())
         work = sum(layer.multiply_adds_by_phase[index] for layer in planned_layers) // turns
-        planned.append(PlannedPhase(start, end, _describe_all(there, grids), work))
+        planned.append(PlannedPhase(start, end, what if len(counts) > 1 else next(iter(counts)), work))
     after = sum((phase.until - phase.start) * phase.multiply_adds for phase in planned)
     before = sum(layer.multiply_adds for layer in planned_layers) // turns
     return Plan(config, size, tuple(planned_layers), tuple(planned), before, round(after), turns=turns)
@@ -325,36 +326,15 @@ def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
     corrected = f", exact in 1 of {phase.residual_steps} steps{rows} and corrected in between"
     corrected *= phase.residual_steps > 1
     dtype = f" in {phase.attention_dtype}" * bool(phase.attention_dtype)
-    return _merging(phase, grids) + phase.attention.words(fitted) + dtype + corrected
-
-
-def _fitted(phase: Phase, grid: Grid) -> Phase:
-    merge = dataclasses.replace(phase.merge, ratio=phase.merge.merged(grid) / grid.tokens)
-    return dataclasses.replace(phase, attention=phase.attention.fit(grid, phase.merge), merge=merge)
-
-
-def _merging(phase: Phase, grids: Sequence[Grid]) -> str:
-    """Say how much is merged, and how much can be where that is less than asked."""
-    merge = phase.merge
-    if not merge.ratio:
-        return ""
-    most = max((merge.most(grid) / grid.tokens for grid in grids), default=1.0)
-    got = [merge.merged(grid) / grid.tokens for grid in grids] or [merge.ratio]
-    asked, low, high = (f"{ratio:.0%}" for ratio in (merge.ratio, min(got), max(got)))
-    span = low if low == high else f"{low} to {high}"
-    stride = f"stride {merge.stride}" if merge.ratio <= most else f"at most {most:.0%} with stride {merge.stride}"
-    return f"{span} merged ({f'{asked} asked, ' * (span != asked)}{stride}), "
-
-
-def _describe_all(phases: Sequence[Phase], grids: Sequence[Grid | None]) -> str:
-    found: dict[Phase, list[Grid]] = {}
-    for phase, grid in zip(phases, grids or [None], strict=True):
-        found.setdefault(phase, []).extend([] if grid is None else [grid])
-    words = {phase: describe(phase, own) for phase, own in found.items()}
-    counts = collections.Counter(words[phase] for phase in phases)
-    if len(counts) == 1:
-        return next(iter(counts))
-    return "; ".join(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.most_common())
+    merge, merging = phase.merge, ""
+    if merge.ratio:  # how much is merged, and how much can be where that is less than asked
+        most = max((merge.most(grid) / grid.tokens for grid in grids), default=1.0)
+        got = [merge.merged(grid) / grid.tokens for grid in grids] or [merge.ratio]
+        asked, low, high = (f"{ratio:.0%}" for ratio in (merge.ratio, min(got), max(got)))
+        span = low if low == high else f"{low} to {high}"
+        stride = f"stride {merge.stride}" if merge.ratio <= most else f"at most {most:.0%} with stride {merge.stride}"
+        merging = f"{span} merged ({f'{asked} asked, ' * (span != asked)}{stride}), "
+    return merging + phase.attention.words(fitted) + dtype + corrected
 
 
 def _plan_layer(
@@ -377,7 +357,9 @@ def _plan_layer(
         approximated.append(pays and not phase.exact)
         if not phase.exact:
             verdict = decision or (_ESTIMATED_SLOWER if work > before else None)
-            reasons.append(describe(_fitted(phase, grid)) + (f": {verdict}" if verdict else ""))
+            merge = dataclasses.replace(phase.merge, ratio=phase.merge.merged(grid) / grid.tokens)
+            fitted = dataclasses.replace(phase, attention=phase.attention.fit(grid, phase.merge), merge=merge)
+            reasons.append(describe(fitted) + (f": {verdict}" if verdict else ""))
     if not reasons:
         reason = describe(EXACT)
     elif not chosen:

@@ -76,9 +76,9 @@ def cell_joint_attention(
     attention. With `fp32_logits`, all is computed in float32 and the result alone is rounded.
     """
     if fp32_logits:
-        dtype = q.dtype
-        q, k, v = (_at_least_float32(x) for x in (q, k, v))
-        context = context and context._replace(k=_at_least_float32(context.k), v=_at_least_float32(context.v))
+        dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+        q, k, v = (x.to(wide) for x in (q, k, v))
+        context = context and context._replace(k=context.k.to(wide), v=context.v.to(wide))
         with torch.autocast(q.device.type, enabled=False):
             out = cell_joint_attention(q, k, v, cells, groups, weighted=weighted, context=context)
         return out.to(dtype)
@@ -147,10 +147,6 @@ def _seen(q: Tensor, keys: Keys) -> Part:
 
 def _with_context(q: Tensor, image: Part, context: Keys | None) -> Tensor:
     return (image if context is None else image.joined(_seen(q, context))).mixed
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _through_agents(q: Tensor, k: Tensor, v: Tensor, count: int, query_scale: float | None) -> Part:

@@ -195,8 +195,17 @@ def _deal(whole: Tensor, rest: Tensor, larger: int) -> Tensor:
 @torch.inference_mode(False)  # what is kept may be used where gradients are wanted
 def _static(order: str, grid: Grid, size: int, device: torch.device) -> Tensor:
     """Build a fixed order on the CPU and move it. `size` is the block size; for cells their tokens."""
-    if order == "curve":
-        return _curve(grid, size).to(device)
+    if order == "curve":  # up and down through the frames of a slab, every other slab backwards
+        points = torch.tensor(
+            [y * grid.columns + x for x, y in _hilbert(grid.columns, grid.rows)], dtype=torch.int64, device="cpu"
+        )
+        slabs = []
+        for index, slab in enumerate(_cut(grid.frames, _slab_count(grid.frames, size))):
+            frames = torch.arange(slab.start, slab.stop, device="cpu") * len(points)
+            walked = (points.flip(0) if index % 2 else points)[:, None] + frames
+            walked[1::2] = walked[1::2].flip(1)
+            slabs.append(walked.flatten())
+        return torch.cat(slabs).to(device)
     if order == "strided":
         blocks, base, larger = partition(grid.tokens, size)
         tokens = torch.arange(grid.tokens, device="cpu")
@@ -273,19 +282,6 @@ def _lattice_slopes(groups: int) -> tuple[int, int]:
 
     row_slope = max(range(groups), key=lambda slope: nearest(slope, 0, 1))
     return row_slope, max(range(groups), key=lambda slope: nearest(row_slope, slope, reach + 1))
-
-
-def _curve(grid: Grid, size: int) -> Tensor:
-    """Walk slabs of frames along a Hilbert curve, up and down through the frames, every other slab backwards."""
-    walk = _hilbert(grid.columns, grid.rows)
-    points = torch.tensor([y * grid.columns + x for x, y in walk], dtype=torch.int64, device="cpu")
-    slabs = []
-    for index, slab in enumerate(_cut(grid.frames, _slab_count(grid.frames, size))):
-        frames = torch.arange(slab.start, slab.stop, device="cpu") * len(points)
-        walked = (points.flip(0) if index % 2 else points)[:, None] + frames
-        walked[1::2] = walked[1::2].flip(1)
-        slabs.append(walked.flatten())
-    return torch.cat(slabs)
 
 
 def _hilbert(width: int, height: int) -> list[tuple[int, int]]:

@@ -101,18 +101,12 @@ def block_attention(q: Tensor, k: Tensor, v: Tensor, block_size: int, **kernel: 
 
     `kernel` is `scale`, `fp32_logits`, `backend` of `softmax_attention`, here and below.
     """
-    _refuse_mask(kernel)
     blocks, _, _ = partition(q.shape[1], block_size)
     done = []
     for part, size in equal_parts(q.shape[1], blocks):  # blocks of one size are one call, with the blocks in the batch
         own = (x[:, part].reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
         done.append(softmax_attention(*own, **kernel).reshape(q[:, part].shape))
     return done[0] if len(done) == 1 else torch.cat(done, dim=1)
-
-
-def _refuse_mask(kernel: dict[str, Any]) -> None:
-    if kernel.get("mask") is not None:  # it would be broadcast to blocks or agents, and be wrong in silence
-        raise ElfattError("mask is not accepted by approximate attention; use softmax_attention for masked layers.")
 
 
 def pool_agents(q: Tensor, agents: int) -> Tensor:
@@ -142,7 +136,6 @@ def agent_attention(
 
     `agents` is `[batch, agents, heads, head_dim]`; `query_scale` is s2, None the same as s, the `scale` of `kernel`.
     """
-    _refuse_mask(kernel)
     gathered = softmax_attention(agents, k, v, **kernel)
     if query_scale is not None:
         kernel = {**kernel, "scale": query_scale}
@@ -175,7 +168,11 @@ def elfatt_attention(
     if split == "heads":
         dim, first = 2, round(heads * agent_share)
     else:
-        dim, first = 3, _channels_for_agents(head_dim, agent_share)
+        dim, first = 3, int(head_dim * agent_share)
+        if 0 < agent_share < 1:  # both parts a multiple of 8, what fused kernels need, where that is near the share
+            wanted = [unit * round(head_dim * agent_share / unit) for unit in (8, 4, 2) if head_dim % unit == 0]
+            near = (first for first in wanted if 0 < first < head_dim and abs(first / head_dim - agent_share) <= 1 / 8)
+            first = next(near, min(max(round(head_dim * agent_share), 1), head_dim - 1))
     sizes = [first, q.shape[dim] - first]
     (qa, qb), (ka, kb), (va, vb) = (torch.split(x, sizes, dim=dim) for x in (q, k, v))
     done = []
@@ -211,17 +208,6 @@ def equal_parts(tokens: int, count: int) -> list[tuple[slice, int]]:
     base, larger = tokens // count, tokens % count
     cut = larger * (base + 1)
     return [(slice(0, cut), base + 1), (slice(cut, None), base)] if larger else [(slice(None), base)]
-
-
-def _channels_for_agents(head_dim: int, share: float) -> int:
-    """Split a head's channels, both parts a multiple of 8 (what fused kernels need) where that is near the share."""
-    if share in (0, 1):
-        return int(head_dim * share)
-    for unit in (8, 4, 2):
-        first = unit * round(head_dim * share / unit)
-        if head_dim % unit == 0 and 0 < first < head_dim and abs(first / head_dim - share) <= 1 / 8:
-            return first
-    return min(max(round(head_dim * share), 1), head_dim - 1)
 
 
 def _pieces(
@@ -286,11 +272,7 @@ def _backend_named(backend: str) -> Any:
         from diffusers.models.attention_dispatch import AttentionBackendName
     except ImportError as error:
         raise ElfattError(f"attention_backend={backend!r} needs diffusers 0.35; pip install -U diffusers.") from error
-    try:
-        return AttentionBackendName(backend)
-    except ValueError as error:
-        accepted = ", ".join(known.value for known in AttentionBackendName)
-        raise ElfattError(f"attention_backend={backend!r} is not known; accepted: native, auto, {accepted}.") from error
+    return AttentionBackendName(backend)
 
 
 def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, backend: str) -> Tensor:
@@ -358,7 +340,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, bias:
             q, k, v, 0.0, False, attn_mask=bias, scale=scale
         )
     else:
-        mixed, total = _fused_cuda(q, k, v, bias, scale)
+        large = q.dtype == torch.float32 or q.shape[3] % 8 or q.shape[3] > 256
+        if bias is None and not large and torch.cuda.get_device_capability(q.device) >= (8, 0):
+            made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+        else:
+            if bias is not None:  # the kernel wants rows that start at multiples of 16 bytes
+                room = -bias.shape[3] % 16
+                bias = F.pad(bias, (0, room))[..., : bias.shape[3]].expand(*q.shape[:2], queries, -1)
+            made = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
+        mixed, total = made[:2]
     return Part(mixed.transpose(1, 2), total[:, :, :queries].transpose(1, 2).contiguous())
 
 
@@ -375,15 +365,3 @@ def key_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def excluded(dtype: torch.dtype) -> float:
     """Return the bias that excludes a key; finite, so that a part without any key weighs nothing and is not NaN."""
     return torch.finfo(dtype).min / 2
-
-
-def _fused_cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
-    if ampere and bias is None and q.dtype != torch.float32 and q.shape[3] % 8 == 0 and q.shape[3] <= 256:
-        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
-        return out[0], out[1]
-    if bias is not None:  # the kernel wants rows that start at multiples of 16 bytes
-        room = -bias.shape[3] % 16
-        bias = F.pad(bias, (0, room))[..., : bias.shape[3]].expand(*q.shape[:2], q.shape[2], -1)
-    out = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
-    return out[0], out[1]

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size, made_in_one_line
+from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size, in_one_line
 from elfatt_sd.methods.published import Agents, Blocks, Elfatt, Softmax
 from elfatt_sd.methods.sampled import CellSpread, Reuse, Sampled
 
@@ -40,15 +40,7 @@ Kind = TypeVar("Kind", bound=type[Attention])
 AttentionName = Literal["softmax", "agent", "block", "elfatt", "cell_spread", "sampled", "reuse"]
 _OWN: tuple[type[Attention], ...] = (Softmax, Agents, Blocks, Elfatt, CellSpread, Sampled, Reuse)
 _known: dict[str, type[Attention]] = {kind.name: kind for kind in _OWN}
-_RESERVED = {  # names of fields that mean something in every method; `reserve` adds to them
-    "until",
-    "attention",
-    "residual_steps",
-    "residual_guidance",
-    "attention_dtype",
-    "active_fraction",
-    *(f.name for f in dataclasses.fields(Merge)),
-}
+_RESERVED = {field.name for field in dataclasses.fields(Merge)}  # that mean something in every method; see `reserve`
 _TAKEN: set[str] = set()  # names of methods, by `reserve`
 
 
@@ -109,7 +101,7 @@ def check_declaration(kind: type[Attention]) -> None:
     where = f"{kind.__module__}:{kind.__qualname__} cannot be registered"
     if problem := next(_problems(kind), ""):
         raise ElfattError(f"{where}: {problem}.")
-    with made_in_one_line(kind, {}):
+    with in_one_line(f"attention {kind.name!r} does not accept its defaults"):
         kind()
 
 

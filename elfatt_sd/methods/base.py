@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -307,7 +307,8 @@ class Attention:
             ElfattError: a value is out of range.
         """
         changes = self.known(settings)
-        with made_in_one_line(type(self), changes):
+        given = ", ".join(f"{name}={value!r}" for name, value in changes.items()) or "its defaults"
+        with in_one_line(f"attention {self.name!r} does not accept {given}"):
             return dataclasses.replace(self, **changes)
 
     def said(self, fitted: Sequence[Self], name: str, words: str, number: str = "{}", more: str = "") -> str:
@@ -327,12 +328,6 @@ class Attention:
     def __str__(self) -> str:
         """Say what it does, in a few words."""
         return self.words([self])
-
-
-def made_in_one_line(kind: type[Attention], settings: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Turn what an author's `__post_init__` raises into an error that names the class and the settings."""
-    given = ", ".join(f"{name}={value!r}" for name, value in settings.items()) or "its defaults"
-    return in_one_line(f"attention {kind.name!r} does not accept {given}")
 
 
 @contextmanager

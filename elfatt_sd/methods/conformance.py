@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -66,36 +67,47 @@ def check(attention: Attention) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _check(attention: Attention) -> None:
+    if rule := next(_broken_rules(attention), ""):
+        raise broken(attention, rule)
+
+
+def _broken_rules(attention: Attention) -> Iterator[str]:
     with raises_in_one_line(attention, "words"):
         said = attention.words([attention])
     if not isinstance(said, str) or "\n" in said:
-        raise broken(attention, f"says itself as {said!r}; return a text of one line from `words`")
+        yield f"says itself as {said!r}; return a text of one line from `words`"
     for grid in _GRIDS:
         tokens = standard_normal((_BATCH, grid.tokens, _HEADS * _HEAD_DIM), torch.Generator().manual_seed(1))
-        before, states = tokens.clone(), _random_states()
-        first, second = (_attend(attention, grid, tokens) for _ in range(2))
-        rule = "" if _random_states() == states else "draws from the global random state; draw with `draws.uniform`"
-        if not rule and not torch.equal(tokens, before):
-            rule = "changes the tokens that it is given"
-        if not rule:
-            check_result(attention, first, (_BATCH, grid.tokens, _HEADS, _HEAD_DIM), tokens.dtype)
-            rule = "" if first.isfinite().all() else "returns values that are not finite"
-        if not rule and not torch.equal(first, second):
-            rule = "gives another result the second time"
-        if rule:
-            raise broken(attention, rule)
+        before, states, results = tokens.clone(), _random_states(), list[Tensor]()
+        for _ in range(2):
+            with raises_in_one_line(attention, "prepare"):
+                prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("cpu")))
+            if not (prepared is None or isinstance(prepared, Prepared)):
+                yield f"prepares {type(prepared).__name__}; return a Prepared, or None"
+            ordered = tokens if prepared is None or prepared.order is None else tokens.index_select(1, prepared.order)
+            with raises_in_one_line(attention, "attend"), torch.no_grad():
+                results.append(attention.attend(TrialLayer(tokens), ordered, prepared))
+        if _random_states() != states:
+            yield "draws from the global random state; draw with `draws.uniform`"
+        if not torch.equal(tokens, before):
+            yield "changes the tokens that it is given"
+        check_result(attention, results[0], (_BATCH, grid.tokens, _HEADS, _HEAD_DIM), tokens.dtype)
+        if not results[0].isfinite().all():
+            yield "returns values that are not finite"
+        if not torch.equal(*results):
+            yield "gives another result the second time"
         with raises_in_one_line(attention, "cost"):
             cost = attention.fit(grid, Merge()).cost(Size(grid, grid.tokens, _HEADS * _HEAD_DIM))
         if not isinstance(cost, int | float) or not (0 < cost < math.inf or (attention.empty and cost == 0)):
-            raise broken(attention, f"has cost {cost!r}; return a number of multiply-adds")
+            yield f"has cost {cost!r}; return a number of multiply-adds"
         prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("meta")))
         empty = torch.empty(tokens.shape, dtype=torch.float32, device="meta")
         try:  # what reads a value waits for the device
             attention.attend(TrialLayer(empty, "meta"), empty, prepared)
         except Exception as error:
-            if "meta" in str(error) or "item" in str(error):
-                raise broken(attention, "reads values of tensors on the host, which waits for the device") from error
-            raise broken(attention, f"raises without values ({type(error).__name__})") from error
+            reads = "meta" in str(error) or "item" in str(error)
+            why = f"raises without values ({type(error).__name__})"
+            yield "reads values of tensors on the host, which waits for the device" if reads else why
 
 
 def check_result(attention: Attention, result: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -126,13 +138,3 @@ def _named(attention: Attention) -> str:
 def _random_states() -> tuple[object, ...]:
     name, keys, *rest = np.random.get_state()
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest
-
-
-def _attend(attention: Attention, grid: Grid, tokens: Tensor) -> Tensor:
-    with raises_in_one_line(attention, "prepare"):
-        prepared = attention.prepare(grid, Draws(0, 0, 0, torch.device("cpu")))
-    if not (prepared is None or isinstance(prepared, Prepared)):
-        raise broken(attention, f"prepares {type(prepared).__name__}; return a Prepared, or None")
-    ordered = tokens if prepared is None or prepared.order is None else tokens.index_select(1, prepared.order)
-    with raises_in_one_line(attention, "attend"), torch.no_grad():
-        return attention.attend(TrialLayer(tokens), ordered, prepared)

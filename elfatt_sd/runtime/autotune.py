@@ -248,11 +248,11 @@ def measure(
     untouched: Callable[[], None], approximated: Sequence[tuple[Callable[[], None], float]], device: torch.device
 ) -> Decision:
     """Time functions in turn, until it is clear which is faster, or there is no time left for it."""
-    ratios: list[float] = []
+    ratios, number = list[float](), 1 if device.type == "cpu" else _IN_A_ROW
     with torch.no_grad():
         for index in range(WARM_UP + MOST_ROUNDS):
-            before = _seconds(untouched, device)
-            after = sum(share * _seconds(function, device) for function, share in approximated)
+            before = timed(untouched, device, number)
+            after = sum(share * timed(function, device, number) for function, share in approximated)
             if index >= WARM_UP:
                 ratios.append(after / before)
                 ranked = sorted(ratios)
@@ -262,10 +262,6 @@ def measure(
                 if clear or (len(ranked) >= ROUNDS and decision.settled):
                     break
     return decision
-
-
-def _seconds(function: Any, device: torch.device) -> float:
-    return timed(function, device, 1 if device.type == "cpu" else _IN_A_ROW)
 
 
 def _batch(sample: Tensor) -> int:

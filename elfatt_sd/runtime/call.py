@@ -197,14 +197,15 @@ class Repeats:
         self._known: dict[Any, tuple[list[StorageWeakRef], Call]] = {}
         self._parts: dict[int, tuple[object, Call]] = {}  # by thread: what it computes once more, and of which call
 
-    @property
-    def call(self) -> Call | None:
-        part, call = self._parts.get(threading.get_ident(), (None, None))
-        return call if part is not None and part == recomputed_part() else None
-
-    def begin_part(self, part: object, *inputs: Any) -> None:
-        if (call := self.recall(*inputs)) is not None:
-            self._parts[threading.get_ident()] = part, call
+    def call(self, *inputs: Any) -> Call | None:
+        """Return the call of which this thread computes a part once more, by what the part was given at its start."""
+        now, thread = recomputed_part(), threading.get_ident()
+        if now is None:
+            return None
+        part, call = self._parts.get(thread, (None, None))
+        if inputs and (begun := self.recall(*inputs)) is not None:
+            part, call = self._parts[thread] = now, begun
+        return call if part == now else None
 
     def remember(self, call: Call, *inputs: Any) -> None:
         """Keep a call for `recall`, as long as the memory of these inputs of it, or of a part of it, is in use."""

@@ -204,10 +204,7 @@ class Patch:
         """Forward pre-hook of the modules around the layers: a checkpoint hands a part what the call handed it."""
         if torch.compiler.is_compiling():
             return
-        part = recomputed_part()
-        if self.call is None and part is not None:
-            self.repeats.begin_part(part, args, kwargs)
-        call = self.call or self.repeats.call
+        call = self.call or self.repeats.call(args, kwargs)
         if call is not None and call.repeats:
             self.repeats.remember(call, args, kwargs)  # also of a part within a part that is computed once more
 
@@ -337,9 +334,10 @@ class Patch:
         return known[key]
 
     def _needed(self, call: Call, position: Position, guided: int) -> float:
-        given, sizes = call.given, []
+        given, sizes, left = call.given, [], range(position.step, position.steps)
         for layer in self.layers:
-            if layer.config.shares_any(position.step, position.steps):
+            sharing = any(phase.residual_steps > 1 for phase in layer.config.phases)
+            if sharing and any(layer.config.shares_difference(step, position.steps) for step in left):
                 rows = guided if layer.config.shares_guidance else given.rows
                 sizes.append((rows * layer.layer.grid(given.grid).tokens, layer.layer.channels))
         dtype = given.sample.dtype if given.sample.dtype.is_floating_point else torch.float32

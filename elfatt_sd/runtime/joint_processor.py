@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -105,12 +106,10 @@ def _class_for(kind: Any, call: Callable[..., Any]) -> type[JointProcessor]:
     class JointProcessorOf(JointProcessor):
         __call__ = _with_signature_of(call)
 
-    def forwarded(name: str) -> property:
-        return property(lambda own: getattr(own.original, name), lambda own, value: setattr(own.original, name, value))
-
     JointProcessorOf.__name__ = JointProcessor.__name__
     for name in filter(functools.partial(hasattr, kind), _FORWARDED):
-        setattr(JointProcessorOf, name, forwarded(name))
+        write = functools.partial(lambda name, own, value: setattr(own.original, name, value), name)
+        setattr(JointProcessorOf, name, property(operator.attrgetter(f"original.{name}"), write))
     skipped_like(JointProcessorOf, kind)
     return JointProcessorOf
 

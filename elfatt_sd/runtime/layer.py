@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -51,41 +51,40 @@ def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> Pat
 
 def fitted(config: PatchConfig, denoisers: dict[str, nn.Module]) -> PatchConfig:
     """Return the configuration that a method is on a family of denoisers; presets have one for transformers."""
+    if problem := next(_misfits(config, denoisers), ""):
+        raise ElfattError(problem)
+    return for_transformers(config) if family_of(next(iter(denoisers.values()))).joint else config
+
+
+def fits(config: PatchConfig, denoisers: dict[str, nn.Module]) -> bool:
+    return not any(_misfits(config, denoisers))
+
+
+def _misfits(config: PatchConfig, denoisers: dict[str, nn.Module]) -> Iterator[str]:
+    """Say what of a method a family of transformers cannot have."""
     main = next(iter(denoisers.values()))
-    family = family_of(main)
-    if not family.joint:
-        return config
-    config, name = for_transformers(config), type(unwrap(main)).__name__
-    for phase in config.all_phases:
+    family, name = family_of(main), type(unwrap(main)).__name__
+    for phase in for_transformers(config).all_phases if family.joint else ():
         if phase.matches and not family.merges:
-            raise ElfattError(
+            yield (
                 f"method {config.method!r} merges tokens, and those of {name} have rotary positions, which cannot be "
                 "merged; give a method that does not merge, such as 'elfatt-fast'."
             )
         if family.text and phase.attention.matches:
-            raise ElfattError(
+            yield (
                 f"agent_source='merged' is not accepted for {name}, which joins image and text; give "
                 "agent_source='pooled'."
             )
         if family.text and not phase.attention.joint:
-            raise ElfattError(
+            yield (
                 f"attention={phase.attention.name!r} does not attend to text (its `joint` is False), and {name} joins "
                 "image and text; give another one."
             )
-    if family.text and config.attention_backend not in ("auto", "triton"):
-        raise ElfattError(
+    if family.joint and family.text and config.attention_backend not in ("auto", "triton"):
+        yield (
             f"attention_backend={config.attention_backend!r} is not accepted for {name}, whose parts of attention are "
             "joined by log-sum-exps; leave it out, and call set_attention_backend of the model for exact attention."
         )
-    return config
-
-
-def fits(config: PatchConfig, denoisers: dict[str, nn.Module]) -> bool:
-    try:
-        fitted(config, denoisers)
-    except ElfattError:
-        return False
-    return True
 
 
 def choose_layers(
@@ -192,7 +191,7 @@ class PatchedLayer:
             if is_exporting():
                 refuse_tracing(torch.device("cpu"))
             return self.latest
-        call = self.patch.call or self.patch.repeats.call
+        call = self.patch.call or self.patch.repeats.call()
         if call is not None:
             state: LayerCall | None = call.states.get(self.index)
             return state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -125,11 +124,6 @@ class _Request(NamedTuple):
     length: int
     dtype: torch.dtype
 
-    def rows(self, steps: range) -> Tensor:
-        draws = {each.step: each for each in map(self.draws.at, steps)}  # steps that share their draws have them once
-        made = self.make(torch.stack([each.uniform(self.what, self.numbers) for each in draws.values()]))
-        return made[[list(draws).index(self.draws.at(step).step) for step in steps]]
-
 
 class RunDraws:
     """What the layers of a denoiser draw in the steps of one phase.
@@ -192,7 +186,10 @@ class RunDraws:
             for where, places in self._places.items():
                 rows = torch.zeros(len(steps), len(self._buffers[where]), dtype=where[1], device="cpu")
                 for key, place in places.items():
-                    rows[:, place] = self._requests[key].rows(steps)
+                    own, what, numbers, make, *_ = self._requests[key]
+                    draws = {at.step: at for at in map(own.at, steps)}  # steps that share their draws have them once
+                    made = make(torch.stack([at.uniform(what, numbers) for at in draws.values()]))
+                    rows[:, place] = made[[list(draws).index(own.at(step).step) for step in steps]]
                 self._rows[where] = rows.pin_memory() if where[0].type == "cuda" else rows
 
 
@@ -202,18 +199,12 @@ def split_of(merge: Merge, grid: Grid, draws: Draws | None, device: torch.device
     if merge.most(grid) == 0:
         return None
     if draws is None:
-        return Split.of(_fixed_split(grid.rows, grid.columns, merge.stride, device), cells)
+        return Split.of(split_grid(grid.rows, grid.columns, merge.stride, device=device), cells)
 
     def places(noise: Tensor) -> Tensor:
         return split_grid(grid.rows, grid.columns, merge.stride, (noise * merge.stride**2).long())
 
     return Split.of(draws.made("destinations", cells, places), cells)
-
-
-@functools.lru_cache(maxsize=64)
-@torch.inference_mode(False)  # what is kept may be used where gradients are wanted
-def _fixed_split(rows: int, columns: int, stride: int, device: torch.device) -> Tensor:
-    return split_grid(rows, columns, stride).to(device)
 
 
 class ByPlace:

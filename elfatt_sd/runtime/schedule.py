@@ -185,12 +185,14 @@ class Schedule:
         value = _value(timestep)
         if value is None:
             return None
+        half = isinstance(timestep, torch.Tensor) and timestep.dtype in (torch.float16, torch.bfloat16)
+        rounding = torch.finfo(timestep.dtype).eps if half else 0.0
         latest = getattr(self._loop, "value", None)
         goes_on = unit is None and latest is not None and 0 <= value <= latest
         best, agrees = None, -1
         for group in self._known():
             for scheduler, timesteps in group:
-                found = self._on_schedule(value, _rounding(timestep), scheduler, timesteps, unit, goes_on)
+                found = self._on_schedule(value, rounding, scheduler, timesteps, unit, goes_on)
                 if found is not None and (more := self._agreement(found)) > agrees:
                     best, agrees = found, more
             if agrees > 1:  # it is this function's
@@ -201,16 +203,17 @@ class Schedule:
         return self._off_schedule(value, unit, goes_on)
 
     def _off_schedule(self, value: float, unit: int | None, goes_on: bool) -> _Found:
+        """Return the place of a timestep among all that a model was trained on, from the noisiest one."""
         caller = self._caller()
+        steps, certain = _train_steps(caller), unit is not None or goes_on
         if unit is not None:  # a fraction of the run
-            whole = _train_steps(caller)
-            value = whole * (value if unit == FRACTION else 1 - value)
-        place = None if self._noise_levels else _place_of(value, caller, certain=unit is not None or goes_on)
-        self._loop.value = None if place is None or unit is not None or isinstance(value, int) else value
-        if place is None:
-            self.run.strange = _timesteps(caller)
+            value = steps * (value if unit == FRACTION else 1 - value)
+        known = certain or isinstance(value, int) or value > _largest_noise(caller)
+        if self._noise_levels or not known or not 0 <= value < steps + certain:
+            self._loop.value, self.run.strange = None, _timesteps(caller)
             return _Found(BEYOND)
-        return _Found(Position(place, _train_steps(caller), scheduled=False))
+        self._loop.value = None if unit is not None or isinstance(value, int) else value
+        return _Found(Position(int(steps - 1 - value) if value < steps - 1 else 0, steps, scheduled=False))
 
     def _on_schedule(
         self,
@@ -229,12 +232,23 @@ class Schedule:
         levels: dict[int | None, Sequence[float]] = {None: known, **(dict(others) if not strange else {})}
         if unit is not None:
             levels = {unit: list(_other_units(scheduler, known))[unit]}
+        whole, close = isinstance(value, int) and value > 1, max(_CLOSE, rounding)  # or a level without its fraction
         for one in sorted(levels, key=lambda one: one != own):
-            steps = _steps_at(levels[one], value, rounding)
+            steps = [
+                step
+                for step, level in enumerate(levels[one])
+                if math.isclose(level, value, rel_tol=close, abs_tol=_CLOSE / 10) or (whole and int(level) == value)
+            ]
+            if not steps:
+                continue
             counted = _counted(scheduler, timesteps) if rounding and len(steps) > 1 else None
-            step = counted if counted in steps else self._choose(steps, timesteps)
-            if step is not None:
-                return _Found(_position(step, known, _is_set(scheduler, timesteps)), timesteps, scheduler, one)
+            if counted in steps:
+                step = counted
+            elif run.is_over(timesteps) and run.step in steps and run.calls < run.calls_before:
+                step = run.step
+            else:
+                step = next((step for step in steps if run.is_over(timesteps) and step > run.step), steps[0])
+            return _Found(_position(step, known, _is_set(scheduler, timesteps)), timesteps, scheduler, one)
         return None
 
     def _agreement(self, found: _Found) -> int:
@@ -246,14 +260,6 @@ class Schedule:
             return 3
         steps_by_itself = getattr(scheduler, "step_index", None) is not None
         return 2 if not steps_by_itself and self._run_over(schedule).goes_on(schedule, step) else 1
-
-    def _choose(self, steps: Sequence[int], timesteps: torch.Tensor) -> int | None:
-        run = self._run_over(timesteps)
-        if not steps or not run.is_over(timesteps):
-            return steps[0] if steps else None
-        if run.step in steps and run.calls < run.calls_before:
-            return run.step
-        return next((step for step in steps if step > run.step), steps[0])
 
     def _from_copy(self, timestep: Any, unit: int | None) -> _Found | None:
         for group in self._known():
@@ -279,7 +285,7 @@ class Schedule:
             return
         run = self._run_over(schedule)
         if not run.goes_on(schedule, step):
-            run = self._taken_over(schedule, step) or _begun(run if run.is_over(schedule) else None, schedule, step)
+            run = self._next_run(schedule, step)
         others = [other for other in self._mine if other.may_go_on and not other.is_over(schedule)]
         self._mine[:] = [*others[1 - KEPT :], run]
         if step != run.step:  # a run that goes on by itself forgets the one that it has broken into
@@ -290,26 +296,21 @@ class Schedule:
         run.copy = None if found.copy is None else (found.copy, _place_in_memory(found.copy))
         run.scheduler = None if found.scheduler is None else weakref.ref(found.scheduler)
 
-    def _taken_over(self, schedule: Any, step: int) -> Run | None:
-        """Take the run that goes on with a step from another thread, as an executor hands steps to any of them."""
-        with self._lock:
+    def _next_run(self, schedule: Any, step: int) -> Run:
+        """Return the run that goes on with a step: of another thread, the one that was broken into, or a new one."""
+        with self._lock:  # an executor hands steps to any of its threads
             for runs in self._runs.values():
                 run = next((run for run in runs if run.is_over(schedule) and run.step + 1 == step), None)
                 if run is not None:
                     runs[:] = [other for other in runs if other is not run] or [Run()]
                     return run
-        return None
-
-
-def _begun(before: Run | None, schedule: Any, step: int) -> Run:
-    former = None if before is None else before.former
-    if former is not None and former.step + 1 == step:
-        return former
-    run = Run(schedule, step)
-    if before is not None:
-        run.former = before if before.step < before.steps - 1 else None  # it is not at its end
-        before.former = None
-    return run
+        before, run = self._run_over(schedule), Run(schedule, step)
+        if before.is_over(schedule):
+            if before.former is not None and before.former.step + 1 == step:
+                return before.former
+            run.former = before if before.step < before.steps - 1 else None  # it is not at its end
+            before.former = None
+        return run
 
 
 def _position(step: int, timesteps: Sequence[float], live: bool = True) -> Position:
@@ -359,20 +360,16 @@ def schedulers_of_callers() -> Iterator[list[Any]]:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _PASSED_OVER:
-            held = {id(found): found for value in _variables(frame) for found in _schedulers_in(value)}
+            names, code = frame.f_locals, frame.f_code
+            values = list(names.values())
+            if code.co_flags & inspect.CO_OPTIMIZED:  # a function, not a module
+                if isinstance(names, dict) and sys.getrefcount(names) <= 3:  # up to Python 3.12, the frame keeps a copy
+                    names.clear()
+                values += [frame.f_globals[name] for name in code.co_names if name in frame.f_globals]
+            held = {id(found): found for value in values for found in _schedulers_in(value)}
             if held:
                 yield list(held.values())
         frame = frame.f_back
-
-
-def _variables(frame: FrameType) -> list[Any]:
-    names, code = frame.f_locals, frame.f_code
-    values = list(names.values())
-    if not code.co_flags & inspect.CO_OPTIMIZED:  # a module
-        return values
-    if isinstance(names, dict) and sys.getrefcount(names) <= 3:  # up to Python 3.12, a copy that the frame keeps
-        names.clear()
-    return values + [frame.f_globals[name] for name in code.co_names if name in frame.f_globals]
 
 
 def _schedulers_in(value: Any, depth: int = 2) -> Iterator[Any]:
@@ -397,14 +394,6 @@ def _schedulers_in(value: Any, depth: int = 2) -> Iterator[Any]:
 
 def _train_steps(scheduler: Any) -> int:
     return int(getattr(getattr(scheduler, "config", None), "num_train_timesteps", None) or _TRAIN_STEPS)
-
-
-def _place_of(value: float, scheduler: Any, certain: bool = False) -> int | None:
-    """Return the place of a timestep among all that a model was trained on, from the noisiest one."""
-    steps = _train_steps(scheduler)
-    if not 0 <= value < steps + certain or not (certain or isinstance(value, int) or value > _largest_noise(scheduler)):
-        return None
-    return int(steps - 1 - value) if value < steps - 1 else 0
 
 
 def _largest_noise(scheduler: Any) -> float:
@@ -436,21 +425,6 @@ def _noise_levels(scheduler: Any) -> Iterator[list[float]]:
         sigmas = getattr(scheduler, name, None)
         if isinstance(sigmas, torch.Tensor) and sigmas.ndim == 1:
             yield sigmas.tolist()
-
-
-def _steps_at(levels: Sequence[float], value: float, rounding: float = 0.0) -> list[int]:
-    """Return the steps whose level is a value; an `int` may be what is left of a level without its fraction."""
-    whole, close = isinstance(value, int) and value > 1, max(_CLOSE, rounding)
-    return [
-        step
-        for step, level in enumerate(levels)
-        if math.isclose(level, value, rel_tol=close, abs_tol=_CLOSE / 10) or (whole and int(level) == value)
-    ]
-
-
-def _rounding(timestep: Any) -> float:
-    half = isinstance(timestep, torch.Tensor) and timestep.dtype in (torch.float16, torch.bfloat16)
-    return torch.finfo(timestep.dtype).eps if half else 0.0
 
 
 def _schedule_length(values: Sequence[float], scheduler: Any) -> int:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.checks import load_script
 from torch import Tensor
 
 from elfatt_sd.attention.ordering import (
@@ -100,11 +99,9 @@ def test_counts() -> None:
 @pytest.mark.parametrize(("height", "width", "samples", "groups"), [(8, 8, 16, 2), (5, 7, 6, 5), (6, 4, 7, 3)])
 def test_every_token_of_a_cell_is_as_likely(height: int, width: int, samples: int, groups: int) -> None:
     """Over an even sweep of the noise, every token is chosen by every group; those of equal cells equally often."""
-    counts = torch.zeros(groups, height * width)
-    for value in ((torch.arange(840) + 0.5) / 840).tolist():
-        chosen = stratified_samples(Grid.image(height, width), samples, groups, torch.full((samples,), value))
-        for group in range(groups):
-            counts[group, chosen[group::groups]] += 1
+    sweep = ((torch.arange(840) + 0.5) / 840)[:, None].expand(-1, samples)
+    chosen = stratified_samples(Grid.image(height, width), samples, groups, sweep).view(-1, samples, groups)
+    counts = torch.stack([chosen[..., group].flatten().bincount(minlength=height * width) for group in range(groups)])
     sizes = height * width / samples
     assert (counts - 840 / sizes).abs().max() <= 840 / sizes / int(sizes) + 2
 
@@ -124,9 +121,9 @@ def test_cells_are_boxes_where_the_numbers_divide(grid: Grid, size: int, box: tu
     assert torch.equal(runs.amax(1) - runs.amin(1) + 1, torch.tensor(box).expand(len(runs), 3))
 
 
-@pytest.mark.parametrize("grid", [Grid(21, 30, 52), Grid(21, 45, 80), Grid(13, 30, 45), Grid(33, 17, 31)])
-def test_cells_of_ragged_grids_are_compact(grid: Grid) -> None:
-    for size in (64, 181, 256):
+def test_cells_of_ragged_grids_are_compact() -> None:
+    grids = Grid(21, 30, 52), Grid(21, 45, 80), Grid(13, 30, 45), Grid(33, 17, 31)
+    for grid, size in itertools.product(grids, (64, 181, 256)):
         path = compact_path(grid, size, CPU)
         runs = places(path[: len(path) // size * size].view(-1, size), grid)
         spans = (runs.amax(1) - runs.amin(1) + 1).float()
@@ -138,24 +135,19 @@ SPREAD = [(Grid(4, 8, 8), 32), (Grid(6, 9, 10), 32), (Grid(7, 9, 13), 32), (Grid
 SPREAD += [(Grid.image(24, 40), 96), (Grid.image(33, 25), 128), (Grid.image(65, 49), 227)]
 
 
-@pytest.mark.parametrize(("grid", "block_size"), SPREAD)
-def test_spread_takes_one_token_of_each_cell(grid: Grid, block_size: int) -> None:
-    """Each block has at most one token of any cell of as many tokens as there are blocks, wherever the cells lie."""
-    blocks = blocks_of(order("spread", grid, block_size), block_size)
-    cells = compact_path(grid, len(blocks), CPU)
-    cell_of = inverse_permutation(cells) // len(blocks)
-    for block in blocks:
-        assert len(cell_of[block].unique()) == len(block)
-
-
-@pytest.mark.parametrize("grid", [Grid(4, 16, 16), Grid(7, 9, 13), Grid(1, 32, 32)])
-@pytest.mark.parametrize(("samples", "groups"), [(32, 1), (32, 8), (50, 5)])
-def test_each_group_takes_one_token_of_every_cell(grid: Grid, samples: int, groups: int) -> None:
-    chosen = stratified_samples(grid, samples, groups, noise(samples)).view(samples, groups)
-    assert chosen.unique().numel() == samples * groups
-    place = inverse_permutation(compact_path(grid, round(grid.tokens / samples), CPU, rolled=True))[chosen]
-    edges = torch.arange(samples + 1) * grid.tokens // samples
-    assert ((place >= edges[:-1, None]) & (place < edges[1:, None])).all()
+def test_blocks_and_groups_take_one_token_of_each_cell() -> None:
+    """Spread blocks at most one of any cell of as many tokens as there are blocks; samples one of every cell."""
+    for grid, block_size in SPREAD:
+        blocks = blocks_of(order("spread", grid, block_size), block_size)
+        cell_of = inverse_permutation(compact_path(grid, len(blocks), CPU)) // len(blocks)
+        assert all(len(cell_of[block].unique()) == len(block) for block in blocks), grid
+    grids, counts = (Grid(4, 16, 16), Grid(7, 9, 13), Grid(1, 32, 32)), ((32, 1), (32, 8), (50, 5))
+    for grid, (samples, groups) in itertools.product(grids, counts):
+        chosen = stratified_samples(grid, samples, groups, noise(samples)).view(samples, groups)
+        assert chosen.unique().numel() == samples * groups
+        place = inverse_permutation(compact_path(grid, round(grid.tokens / samples), CPU, rolled=True))[chosen]
+        edges = torch.arange(samples + 1) * grid.tokens // samples
+        assert ((place >= edges[:-1, None]) & (place < edges[1:, None])).all()
 
 
 @pytest.mark.parametrize(("groups", "least"), [(2, 2), (3, 2), (4, 2), (8, 3), (16, 5)])
@@ -206,7 +198,6 @@ def test_merged_tokens_follow_their_positions() -> None:
     assert torch.equal(positions.gather(1, order_merged(None, positions)), positions.sort(dim=1).values)
 
 
-def test_the_picture_of_what_a_query_sees_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["what_a_query_sees.py", str(tmp_path / "seen.png")])
-    runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "what_a_query_sees.py"), run_name="__main__")
+def test_the_picture_of_what_a_query_sees_is_drawn(tmp_path: Path) -> None:
+    load_script("benchmarks/what_a_query_sees.py").draw(tmp_path / "seen.png")
     assert (tmp_path / "seen.png").read_bytes().startswith(b"\x89PNG")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from elfatt_sd.attention.softmax import (
     sampled_attention,
     softmax_attention,
 )
-from elfatt_sd.errors import ElfattError, is_out_of_memory
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import CellSpread, Elfatt, Sampled, Size, Softmax
 
 HALF = [torch.float16, torch.bfloat16]
@@ -168,6 +169,8 @@ def test_elfatt_beside_text(tokens: int, agents: int, blocks: int) -> None:
     means = pooled(q, agents)
     lengths = pooled(q.double().norm(dim=3, keepdim=True), agents)
     own = means / means.norm(dim=3, keepdim=True) * lengths
+    close(run_agents(q, agents), own)
+    assert torch.equal(run_agents(0 * q, agents), 0 * q[:, :agents]), "no direction"
     totals = [torch.einsum("bqhd,bkhd->bhqk", x, y.double()) * scale for x, y in ((own, k), (q.double(), context.k))]
     assert context.mask is not None
     totals[1] = totals[1].masked_fill(~context.mask[:, None, None], -math.inf)
@@ -179,15 +182,6 @@ def test_elfatt_beside_text(tokens: int, agents: int, blocks: int) -> None:
         options = {"agents": agents, "block_size": size, "query_scale": 0.2, "value_shortcut": 0.1}
         out = elfatt_joint_attention(q, k, v, agent_heads=first, context=context, **options)
         close(out, torch.cat([through[:, :, :first], near[:, :, first:]], 2))
-
-
-def test_agents_keep_the_length_of_their_queries() -> None:
-    """Rotations that cancel in the mean leave its direction; equal queries are their own agents."""
-    q, _, _ = qkv(35)
-    torch.testing.assert_close(run_agents(q[:, :1].expand(-1, 35, -1, -1), 8), q[:, :1].expand(-1, 8, -1, -1))
-    assert torch.equal(run_agents(torch.zeros_like(q), 8), torch.zeros(2, 8, 4, 8))
-    for dtype in HALF:
-        assert run_agents((q * 1000).to(dtype), 8).isfinite().all()
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -252,54 +246,33 @@ def test_beside_text(call: Callable[..., Tensor], tokens: int) -> None:
     assert torch.autograd.gradcheck(lambda *given: call(*given, words), (q, k, v), fast_mode=True)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        softmax_attention,
-        lambda q, k, v: block_attention(q, k, v, 3),
-        lambda q, k, v: agent_attention(q, k, v, pool_agents(q, 3), query_scale=0.8, value_shortcut=0.1),
-        lambda q, k, v: elfatt_attention(q, k, v, agents=3, block_size=4, split="heads"),
-        lambda q, k, v: elfatt_attention(q, k, v, agents=3, block_size=4, split="channels"),
-        lambda q, k, v: attend(q, k, v).joined(attend(q, v, k)),
-    ],
-)
-def test_gradients(call: Callable[..., Tensor]) -> None:
-    assert torch.autograd.gradcheck(call, [x.double().requires_grad_() for x in qkv(11, heads=2, size=4, batch=1)])
-
-
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiles_whole(backend: str) -> None:
-    """For one size, and again for others, where the compiler makes the length a symbol; and beside text."""
+def test_compiles_whole() -> None:
+    """For one size, and again for another, where the compiler makes the length a symbol."""
 
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return (elfatt_attention(q, k, v, agents=6, block_size=30, split="channels"),)
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return elfatt_attention(q, k, v, agents=6, block_size=30, split="channels")
 
-    def beside(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        return tuple(call(q, k, v, words) for call in BESIDE.values())
-
-    run, words = plain if backend == "eager" else beside, text()
-    compiled = torch.compile(run, backend=backend, fullgraph=True)
-    for tokens in (64, 100) if run is plain else (64,):
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    for tokens in (64, 100):
         torch.testing.assert_close(compiled(*qkv(tokens)), run(*qkv(tokens)))
 
 
-def test_logits_near_the_limit_of_the_dtype() -> None:
-    """Logits beyond 60,000, which float16 just holds, give no NaN and no infinity."""
+@pytest.mark.parametrize("dtype", HALF)
+def test_logits_in_float32(dtype: torch.dtype) -> None:
+    """Those near the limit of the dtype give no NaN; with logits in float32 the result alone is rounded.
+
+    Also under autocast, which would bring everything down to half precision again.
+    """
     q, k, v = qkv(64, size=64)
     q, k = (functional.normalize(x, dim=-1).mul(700) for x in (q, k))
     assert 6e4 < float((q.half().double() ** 2).sum(dim=-1).max()) * 64**-0.5 < 65504
-    for dtype, fp32_logits in itertools.product((torch.float32, *HALF), (False, True)):
-        inputs = [x.to(dtype) for x in (q, k, v)]
+    for to, fp32_logits in itertools.product((torch.float32, dtype), (False, True)):
+        inputs = [x.to(to) for x in (q, k, v)]
         found = approximations(*inputs, fp32_logits=fp32_logits)
         found["cells"] = cell_joint_attention(*inputs, 8, 8, fp32_logits=fp32_logits)
         for name, out in found.items():
-            assert out.dtype == dtype and out.isfinite().all(), name
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_fp32_logits_round_the_result_alone(dtype: torch.dtype) -> None:
-    """Also under autocast, which would bring everything down to half precision again."""
+            assert out.dtype == to and out.isfinite().all(), name
     q, k, v = qkv(100, size=64, dtype=dtype)
     exact, found = (approximations(8 * q.to(to), k.to(to), v.to(to), fp32_logits=True) for to in (torch.float64, dtype))
     whole = [x.float() for x in (8 * q, k, v)]
@@ -308,12 +281,7 @@ def test_fp32_logits_round_the_result_alone(dtype: torch.dtype) -> None:
     for name in ("softmax", "block"):
         torch.testing.assert_close(found[name], exact[name].to(dtype), msg=name)
         assert torch.equal(cast[name], approximations(*whole)[name])
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_the_own_token_that_dominates_loses_no_precision(dtype: torch.dtype) -> None:
-    """It is left out of the group, not subtracted from it; and with logits in float32 the result alone is rounded."""
-    q, _, v = qkv(64, size=16)
+    q, _, v = qkv(64, size=16)  # the own token dominates: it is left out of the group, not subtracted from it
     inputs = [x.to(dtype) for x in (32 * q, q, v)]
     wanted = dense(*inputs, bias=cell_bias(64, 8, 8))
     torch.testing.assert_close(cell_joint_attention(*inputs, 8, 8).double(), wanted, atol=2e-2, rtol=2e-2)
@@ -370,16 +338,18 @@ def test_auto_takes_flash_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> No
     A head size that flash-attn does not take, or a mask, falls back to the native kernel.
     """
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
-    usual = {"device": "cuda", "dtype": torch.float16, "size": 40, "card": (8, 0), "there": True}
-    others: list[dict[str, Any]] = [{"device": "cpu"}, {"dtype": torch.float32}, {"size": 320}, {"there": False}]
-    cases = [({}, True), ({"dtype": torch.bfloat16}, True), ({"size": 256}, True), *((each, False) for each in others)]
-    cards = {(7, 5): False, (8, 6): True, (9, 0): False, (10, 3): False, (12, 0): True}
-    for changes, flash in (*cases, *(({"card": card}, flash) for card, flash in cards.items())):
-        of: Any = SimpleNamespace(**{**usual, **changes})
-        tensor: Any = SimpleNamespace(device=torch.device(of.device), dtype=of.dtype, shape=(2, 64, 8, of.size))
-        monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", of.there)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=of: of.card)
-        assert attention.flash_takes(tensor) is flash, changes
+    half, cards = torch.float16, {(7, 5): False, (8, 6): True, (9, 0): False, (10, 3): False, (12, 0): True}
+    cases: list[tuple[str, torch.dtype, int, tuple[int, int], bool, bool]] = [
+        *(("cuda", half, 40, card, True, flash) for card, flash in cards.items()),
+        *(("cuda", torch.bfloat16, 256, (8, 0), True, True), ("cuda", half, 320, (8, 0), True, False)),
+        *(("cuda", half, 40, (8, 0), False, False), ("cuda", torch.float32, 40, (8, 0), True, False)),
+        ("cpu", half, 40, (8, 0), True, False),
+    ]
+    for device, dtype, size, card, there, flash in cases:
+        tensor: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(2, 64, 8, size))
+        monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", there)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, card=card: card)
+        assert attention.flash_takes(tensor) is flash, (device, dtype, size, card, there)
     served: list[tuple[int, str]] = []
     monkeypatch.setattr(attention, "flash_takes", lambda q: q.shape[-1] <= 8)
     monkeypatch.setattr(attention, "_dispatch", lambda q, *others: (served.append((q.shape[-1], others[-1])), q)[1])
@@ -400,22 +370,14 @@ def test_backends_of_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend, message in {
         "flash": r"attention_backend='flash' .* not installed: pip install it",
         "_native_cudnn": r"'_native_cudnn' does not take float32 tensors with head size 8 on cpu",
-        "quick": r"attention_backend='quick' is not known; accepted: native, auto, ",
     }.items():
         with pytest.raises(ElfattError, match=message):
             softmax_attention(*inputs, backend=backend)
-    large = torch.zeros(1, 2**23, 1, 1)  # its logits are more than any machine has
-    with pytest.raises(RuntimeError, match="allocate memory") as raised:
-        softmax_attention(large, large, large, backend="_native_math")
-    assert is_out_of_memory(raised.value)
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(dispatch, "dispatch_attention_fn", fail)
-    with pytest.raises(RuntimeError, match="illegal memory access") as raised:
-        softmax_attention(*inputs, backend="_native_math")
-    assert not isinstance(raised.value, ElfattError)
+    for of_device in ("CUDA error: an illegal memory access was encountered", "can't allocate memory: 2 TiB"):
+        monkeypatch.setattr(dispatch, "dispatch_attention_fn", Mock(side_effect=RuntimeError(of_device)))
+        with pytest.raises(RuntimeError, match=of_device) as raised:
+            softmax_attention(*inputs, backend="_native_math")
+        assert not isinstance(raised.value, ElfattError)
     monkeypatch.setitem(sys.modules, "diffusers.models.attention_dispatch", None)  # diffusers before 0.35 has none
     with pytest.raises(ElfattError, match=r"needs diffusers 0\.35"):
         softmax_attention(*inputs, backend="flash")

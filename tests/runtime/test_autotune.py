@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,8 @@ def test_each_phase_and_shape_is_measured_once_when_it_is_first_called(pipe: Any
     elfatt_sd.apply_patch(pipe, "elfatt")
     expected, measured = runner(pipe)(), measuring()
     with elfatt_sd.patched(pipe, "elfatt", autotune=True) as plan:
-        with elfatt_sd.patched(pipe, "tome", autotune=True):
-            pass
         assert not measured
         assert torch.equal(runner(pipe)(), expected), "measuring leaves no trace in the result"
-        runner(pipe)()
     elfatt_sd.apply_patch(pipe, "elfatt", autotune=True)  # from the file
     runner(pipe)()
     assert len(measured) == 2
@@ -87,7 +84,6 @@ def test_each_phase_and_shape_is_measured_once_when_it_is_first_called(pipe: Any
     ("ratios", "rounds", "decision"),
     [
         ([0.5] * 7, 3, Decision(0.5, 0.5, 0.5)),  # three rounds where all of them agree by a quarter
-        ([2.0] * 7, 3, Decision(2.0, 2.0, 2.0)),
         ([1.1] * 7, 7, Decision(1.1, 1.1, 1.1)),
         ([0.9, 9.0, *[0.9] * 19], 8, Decision(0.9, 0.9, 0.9)),  # the second smallest and largest bound the median
         ([0.87, 0.12, 9.63] * 7, 21, Decision(0.87, 0.12, 9.63)),
@@ -100,9 +96,8 @@ def test_rounds_until_it_is_clear(
     pairs = iter([9.0] * 2 + ratios)
     taken = iter([seconds for ratio in pairs for seconds in (1.0, 3 * ratio, ratio / 3)])
     calls = list[int]()
-    monkeypatch.setattr(autotune, "_seconds", lambda *_: calls.append(0) or next(taken))
-    shares = [(lambda: None, 0.25), (lambda: None, 0.75)]
-    found = autotune.measure(lambda: None, shares, CPU)
+    monkeypatch.setattr(autotune, "timed", lambda *_: calls.append(0) or next(taken))
+    found = autotune.measure(lambda: None, [(lambda: None, 0.25), (lambda: None, 0.75)], CPU)
     assert dataclasses.astuple(found)[:3] == pytest.approx(dataclasses.astuple(decision)[:3])
     assert (len(calls) // 3 - 2, found.settled, found.pays) == (rounds, rounds < 21, decision.high < 1)
 
@@ -117,13 +112,13 @@ def test_rounds_until_it_is_clear(
 def test_what_stays_undecided_is_left_alone(
     pipe: Any, own_cache: Path, measuring: Measure, outcome: Any, reason: str, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """It is not written down, but a plan and the patch after it decide alike."""
+    """It is not written down, but a plan and the patch after it decide alike. Another failure shows."""
     answers = iter([outcome, PAYS])
 
-    def answer(*_: Any) -> Decision:
+    def answer(*_: Any) -> Any:
         if isinstance(found := next(answers), Exception):
             raise found
-        return found  # type: ignore[no-any-return]
+        return found
 
     measuring(answer)
     untouched = runner(pipe)()
@@ -133,46 +128,60 @@ def test_what_stays_undecided_is_left_alone(
     assert not (own_cache / "autotune.json").exists()
     assert plan.layers[0].reason.endswith(reason)
     assert [reason in str(each.message) for each in recwarn] == [True] * isinstance(outcome, Exception)
-
-
-@pytest.mark.parametrize(("backend", "called"), [("auto", "original"), ("native", "softmax")])
-def test_what_is_timed(
-    pipe: Any, backend: str, called: str, measuring: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The exact layer as it would run, by a backend too, and draws and a matching in every call; the call's own stay.
-
-    A failure that is none of memory shows.
-    """
-    calls, drawn, draw, approximate = list[str](), list[int](), Draws.uniform, autotune.approximate
-    phase = Phase(1.0, "elfatt", ratio=0.5, block_size=16, block_order="spread")
-    state = state_of(pipe, PatchConfig("x", (phase,), attention_backend=backend, reuse_steps=2))
-    original = state.patched.original
-    state.patched.original = lambda *given, **named: (calls.append("original"), original(*given, **named))[1]
-    monkeypatch.setattr(
-        autotune, "approximate", lambda *given: (calls.append(given[2].attention.name), approximate(*given))[1]
-    )
-    monkeypatch.setattr(Draws, "uniform", lambda self, *given: (drawn.append(0), draw(self, *given))[1])
-
-    def fail(untouched: Any, approximated: Any, device: torch.device) -> None:
-        drawn.clear()
-        untouched(), approximated[0][0](), approximated[0][0]()
-        raise RuntimeError("index 3 is out of bounds")
-
-    measuring(fail)
-    state.call.matchings["mine"] = None
-    state.begin(phase, 0, CPU)
-    before = state.prepared
+    answers = iter([RuntimeError("index 3 is out of bounds")])
     with pytest.raises(RuntimeError, match="out of bounds"):
-        Tuner(pipe.unet).decide(state, phase, SAMPLE)
-    assert calls == [called, "elfatt", "elfatt"] and len(drawn) == 4
-    assert state.call.matchings == {"mine": None} and state.prepared is before
+        str(elfatt_sd.plan(pipe, "tome", autotune=True))
+
+
+@pytest.mark.parametrize(
+    ("phase", "settings", "shares"),
+    [
+        ({"ratio": 0.5}, {}, [1]),
+        ({"ratio": 0.5}, {"reuse_layers": True, "reuse_steps": 4}, [1 / 12, 11 / 12]),
+        ({"attention": "block", "block_order": "spread"}, {"attention_backend": "native"}, [1]),
+        ({"attention": "sampled", "residual_steps": 4}, {}, [1, 1 / 4]),
+        ({"attention": "sampled", "residual_steps": 4, "residual_guidance": True}, {}, [1, 1 / 8]),
+    ],
+)
+def test_what_is_timed(
+    pipe: Any, phase: Any, settings: Any, shares: list[float], measuring: Measure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exact layer as it would run, by a backend too, and draws in every call, while the call's own stay.
+
+    A matching is timed in the first of the calls that share it alone; exact steps, by what guidance shares.
+    """
+    state, config = state_of(pipe, PatchConfig("x", (Phase(1.0, **phase),), **settings)), Phase(1.0, **phase)
+    originals, drawn, matched = list[int](), list[int](), list[int]()
+    original, draw, match = state.patched.original, Draws.uniform, layer_state.find_candidates
+    state.patched.original = lambda *given, **named: (originals.append(0), original(*given, **named))[1]
+    monkeypatch.setattr(Draws, "uniform", lambda self, *given: (drawn.append(0), draw(self, *given))[1])
+    monkeypatch.setattr(layer_state, "find_candidates", lambda *given: (matched.append(0), match(*given))[1])
+    state.patched.patch.layers = state.patched.patch.layers * 3
+
+    def record(untouched: Any, approximated: Any, device: torch.device) -> None:
+        assert [share for _, share in approximated] == pytest.approx(shares)
+        drawn.clear()
+        untouched()
+        assert (len(originals), len(drawn)) == (int("attention_backend" not in settings), 0)
+        for function, _ in approximated:
+            function(), function()
+        assert len(drawn) == 2 * (1 + (len(shares) > 1 and "ratio" in phase))
+        assert len(matched) == 2 * ("ratio" in phase)
+        assert (approximated[-1][0] == untouched) is ("residual_steps" in phase)
+
+    measured = measuring(record)
+    state.call.matchings["mine"], state.call.copies = None, 2
+    state.begin(config, 0, CPU)
+    before = state.prepared
+    Tuner(pipe.unet).decide(state, config, SAMPLE)
+    assert measured and state.call.matchings == {"mine": None} and state.prepared is before
 
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
 def test_compiled_layers_are_left_alone(blocks: bool, measuring: Measure) -> None:
     """Times without the compiler say nothing about them: one warning, and the reason in the plan."""
-    text, unet, measured = torch.zeros(2, 3, tiny.TEXT_WIDTH), tiny.unet(), measuring()
+    text, unet, measured = torch.zeros(2, 3, tiny.TEXT_WIDTH), tiny.unet(**tiny.ONE_LEVEL), measuring()
     reason = "left alone: not measured, because torch.compile was applied"
     with torch.no_grad():
         untouched = unet(SAMPLE + 1, 0, text).sample
@@ -208,34 +217,6 @@ def test_weights_that_are_elsewhere(folder: Path, offload: str, measuring: Measu
     assert len(measured) == 1, "the plan's decision"
 
 
-@pytest.mark.parametrize(
-    ("phase", "settings", "shares"),
-    [
-        ({"ratio": 0.5}, {}, [1]),
-        ({"ratio": 0.5}, {"reuse_layers": True, "reuse_steps": 4}, [1 / 12, 11 / 12]),
-        ({"attention": "sampled", "residual_steps": 4}, {}, [1, 1 / 4]),
-        ({"attention": "sampled", "residual_steps": 4, "residual_guidance": True}, {}, [1, 1 / 8]),
-    ],
-)
-def test_what_is_shared_costs_each_its_part(
-    pipe: Any, phase: Any, settings: Any, shares: list[float], measuring: Measure, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A matching is timed in the first of the calls that share it alone; exact steps, by what guidance shares."""
-    found, match = list[int](), layer_state.find_candidates
-    monkeypatch.setattr(layer_state, "find_candidates", lambda *given: (found.append(0), match(*given))[1])
-
-    def record(untouched: Any, approximated: Any, device: torch.device) -> None:
-        assert [share for _, share in approximated] == pytest.approx(shares)
-        assert (approximated[-1][0] == untouched) is ("attention" in phase)
-        for function, _ in approximated:
-            function(), function()
-        assert len(found) == 2 * ("ratio" in phase)
-
-    measured = measuring(record)
-    elfatt_sd.plan(pipe, PatchConfig("x", (Phase(1.0, **phase),), **settings), autotune=True)
-    assert measured
-
-
 PHASE = Phase(1.0, "elfatt", ratio=0.5, block_size=16)
 
 
@@ -244,48 +225,40 @@ def key(pipe: Any, phase: Phase = PHASE, sample: torch.Tensor = SAMPLE, change: 
     state = state_of(pipe, PatchConfig("x", (phase,), **settings))
     state.layer = dataclasses.replace(state.layer, attention=copy.deepcopy(state.layer.attention))
     state.patched.patch.layers.append(copy.copy(state.patched))
-    if change is not None:
-        change(state)
-    return decision_key(state, phase, sample)
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(change, tuple):
+            patch.setattr(*change)
+        elif change is not None:
+            change(state)
+        return decision_key(state, phase, sample)
 
 
-MACHINES: list[tuple[Any, str, Any]] = [
-    (autotune, "device_name", lambda _: "another"),
-    (torch, "get_num_threads", lambda: 99),
-    *((package, "__version__", "99") for package in (torch, diffusers, elfatt_sd)),
+DIFFERENT: list[dict[str, Any]] = [
+    {},
+    {"change": (autotune, "device_name", lambda _: "another")},
+    {"change": (torch, "get_num_threads", lambda: 99)},
+    *({"change": (package, "__version__", "99")} for package in (torch, diffusers, elfatt_sd)),
+    {"change": lambda state: setattr(state.patched, "original", AttnProcessor())},
+    {"change": lambda state: setattr(state.patched, "original", SlicedAttnProcessor(1))},
+    {"change": lambda state: setattr(state.patched, "fused", True)},
+    {"change": lambda state: setattr(state.layer.attention, "heads", 4)},
+    {"change": lambda state: setattr(state.layer.attention, "inner_dim", 32)},
+    {"change": lambda state: setattr(state, "grid", (8, 32))},
+    {"change": lambda state: setattr(state, "layer", dataclasses.replace(state.layer, channels_first=False))},
+    *({"attention_backend": "native"}, {"fp32_logits": True}, {"reuse_steps": 2}, {"use_rand": False}),
+    *({"phase": PHASE.with_settings({name: value})} for name, value in {"ratio": 0.25, "stride": 4}.items()),
+    *({"phase": PHASE.with_settings({name: 8})} for name in ("block_size", "agents")),
+    *({"phase": Phase(1.0, "block", ratio=0.5, block_size=16)}, {"sample": SAMPLE.half()}, {"sample": SAMPLE[:1]}),
 ]
-STATES: list[Callable[[Any], None]] = [
-    lambda state: setattr(state.patched, "original", AttnProcessor()),
-    lambda state: setattr(state.patched, "original", SlicedAttnProcessor(1)),
-    lambda state: setattr(state.patched, "fused", True),
-    lambda state: setattr(state.layer.attention, "heads", 4),
-    lambda state: setattr(state.layer.attention, "inner_dim", 32),
-    lambda state: setattr(state, "grid", (8, 32)),
-    lambda state: setattr(state, "layer", dataclasses.replace(state.layer, channels_first=False)),
-]
-SETTINGS = {"attention_backend": "native", "fp32_logits": True, "reuse_steps": 2, "use_rand": False}
-OF_THE_PHASE: dict[str, Any] = {"attention": "block", "ratio": 0.25, "stride": 4, "block_size": 32, "agents": 8}
 
 
 def test_what_a_decision_holds_for(pipe: Any) -> None:
     """One machine, layer, configuration, phase and input; whatever the seed and the end of the phase."""
-
-    def all_keys() -> Iterator[str]:
-        yield key(pipe)
-        for change in MACHINES:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(*change)
-                yield key(pipe)
-        yield from (key(pipe, change=change) for change in STATES)
-        yield from (key(pipe, **{name: value}) for name, value in SETTINGS.items())
-        yield from (key(pipe, dataclasses.replace(PHASE, **{name: each})) for name, each in OF_THE_PHASE.items())
-        yield from (key(pipe, sample=sample) for sample in (SAMPLE.half(), SAMPLE[:1]))
-        for dtype in (torch.bfloat16, torch.float16):
-            with torch.autocast("cpu", dtype):
-                yield key(pipe)
-
-    found = list(all_keys())
-    assert len(set(found)) == len(found) == 1 + len(MACHINES) + len(STATES) + len(SETTINGS) + len(OF_THE_PHASE) + 4
+    found = [key(pipe, **given) for given in DIFFERENT]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            found.append(key(pipe))
+    assert len(set(found)) == len(found)
     assert key(pipe, dataclasses.replace(PHASE, until=0.5), seed=7) == found[0]
 
 

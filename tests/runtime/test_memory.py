@@ -1,9 +1,10 @@
-"""What is kept from step to step: differences, within a limit of memory, and draws in buffers, forced on the CPU."""
+"""What calls and steps keep for one another: matchings, differences, within a limit of memory, and draws in buffers."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,19 +13,173 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.models.attention_processor import AttnProcessor2_0
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import generator, inputs, like, runner
+from support.checks import COLUMNS, ROWS, generator, inputs, like, recorded, runner
+from torch import Tensor
 
 import elfatt_sd
-from elfatt_sd import ElfattError, PatchConfig, Phase
+import elfatt_sd.runtime.processor as processor_module
 from elfatt_sd.benchmarking.variants import patched_layers
-from elfatt_sd.config import METHODS
-from elfatt_sd.families import main_denoiser
+from elfatt_sd.config import EXACT, LayerPhases, PatchConfig, Phase
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import Given, find_layers, main_denoiser
+from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.methods import Blocks, Draws, Prepared
 from elfatt_sd.phases import KEPT
 from elfatt_sd.runtime import denoiser, memory
+from elfatt_sd.runtime.denoiser import KEPT_CALLS
 from elfatt_sd.runtime.memory import GIB, Residual, RunDraws, copies_of, kept_bytes
+from elfatt_sd.runtime.schedule import Position, Run
+
+
+def begun(config: Any = None, steps: int = 6) -> tuple[Any, Tensor, tuple[Tensor, Tensor], Any]:
+    """A patched UNet, the timesteps of a run, its input and text, and its first layer."""
+    scheduler, config = tiny.ddim(), config or PatchConfig("corrected", (SAMPLED,))
+    scheduler.set_timesteps(steps)
+    unet = elfatt_sd.apply_patch(tiny.unet(), config)
+    return unet, scheduler.timesteps, inputs(torch.float32), find_layers(unet)[0].attention
+
+
+@torch.no_grad()
+def test_a_matching_is_reused_within_its_phase_alone() -> None:
+    """Also where a phase begins amid the steps that share a matching."""
+    phases = (Phase(0.25, "softmax", ratio=0.2, stride=4), Phase(1.0, "softmax", ratio=0.5))
+    unet, timesteps, (sample, text), attention = begun(PatchConfig("two", phases, reuse_steps=4), 4)
+    merged = list[int]()
+    attention.to_q.register_forward_hook(lambda _, given, result: merged.append(result.shape[1]))
+    for timestep in timesteps:
+        unet(sample, timestep, text)
+    assert merged == [256 - 51, 128, 128, 128]
+
+
+SAMPLED = Phase(1.0, "sampled", block_size=16, residual_steps=3)
+CORRECTED = [
+    SAMPLED,
+    Phase(1.0, "block", block_size=16, block_order="spread", residual_steps=3),
+    Phase(1.0, "elfatt", ratio=0.5, block_size=16, agents=8, residual_steps=3),
+]
+
+
+def approximated(attention: Any, tokens: Tensor, phase: Phase) -> Tensor:
+    state = attention.elfatt_state.state
+    output = processor_module.approximate(PlainProjections(attention, tokens), state, phase, tokens)
+    state.candidates = None  # as a processor leaves it
+    return output
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [(2,), (2, 2, 1)], ids=["whole", "parts"])
+@pytest.mark.parametrize("phase", CORRECTED, ids=lambda phase: phase.attention.name)
+def test_a_shared_difference_is_that_of_the_first_step(phase: Phase, sizes: tuple[int, ...]) -> None:
+    """A layer is exact in the first step; then its approximation changes with its input, the difference does not.
+
+    Within a call, diffusers can give a video's frames to a layer in parts, the last of them smaller.
+    """
+    _, _, (sample, _), attention = begun(PatchConfig("corrected", (phase,)))
+    layer, run, noise = attention.elfatt_state, Run(), generator()
+    draws, differences = [], list[Tensor]()
+    for step in range(3):
+        layer.patch.begin(Position(step, 6), run, Given.latent(sample, 0))
+        for part, size in enumerate(sizes):
+            tokens = torch.randn(size, ROWS * COLUMNS, attention.query_dim, generator=noise)
+            result, own = attention(tokens), approximated(attention, tokens, phase)
+            if step == 0:
+                differences.append(AttnProcessor2_0()(attention, tokens) - own)
+                assert differences[part].abs().max() > 1e-3, "else this test could not fail"
+            torch.testing.assert_close(result, own + differences[part], atol=1e-5, rtol=0)
+        parts = (*(layer.state.split or ()), *vars(layer.state.prepared).values())
+        draws.append([each for each in parts if isinstance(each, Tensor)])
+    for kinds in zip(*draws, strict=True):
+        assert all(drawn is kinds[0] or torch.equal(drawn, kinds[0]) for drawn in kinds)
+
+
+@torch.no_grad()
+def test_differences_are_measured_anew() -> None:
+    """In every group of steps, in another run, at another size or batch; each layer once, and not for no other step."""
+    unet, timesteps, (sample, text), _ = begun(steps=7)
+    keys = list[int]()
+    for layer in filter(lambda layer: layer.downsample == 1, find_layers(unet)):
+        layer.attention.to_k.register_forward_hook(lambda _, given, result: keys.append(result.shape[1]))
+
+    def measured(steps: Any, sample: Tensor = sample, text: Tensor = text) -> list[int]:
+        found = []
+        for timestep in steps:
+            keys.clear()
+            unet(sample, timestep, text)
+            sampled = keys.count(32)
+            found.append(keys.count(sample.shape[2] * COLUMNS))
+            assert sampled == (0 if timestep == timesteps[-1] else 3), "the last step's difference is of no use"
+        return found
+
+    assert measured(timesteps) == [3, 0, 0, 3, 0, 0, 3]
+    assert measured(timesteps[:2]) == [3, 0]
+    assert measured(timesteps[:2]) == [3, 0], "a run that was broken off leaves nothing"
+    assert measured(timesteps[1:2], sample[:, :, :8]) == [3]
+    assert measured(timesteps[1:3], sample[:1], text[:1]) == [3, 0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "config",
+    [PatchConfig("corrected", (SAMPLED,)), PatchConfig("matched", (Phase(1.0, ratio=0.5),), reuse_steps=3)],
+    ids=lambda config: config.method,
+)
+def test_calls_of_one_step_keep_their_own(config: PatchConfig) -> None:
+    """A panorama calls the UNet once for each view; guidance may call it once with the prompt and once without."""
+    (unet, timesteps, (sample, text), _), noise = begun(config), generator()
+    views = [(sample, text), (sample, torch.zeros_like(text))]
+    views += [(torch.randn(2, 4, rows, 16, generator=noise), text) for rows in (16, 8)]
+    alone = [[unet(view, timestep, each).sample for timestep in timesteps] for view, each in views]
+    for step, timestep in enumerate(timesteps):
+        for (view, each), expected in zip(views, alone, strict=True):
+            assert torch.equal(unet(view, timestep, each).sample, expected[step])
+
+
+def test_calls_on_no_schedule_share_nothing() -> None:
+    """Numbers in a loop of one's own may be those of score distillation: each is exact, and that is said once.
+
+    As a preview between two steps, such a call does not end their run.
+    """
+    unet, timesteps, (sample, text), _ = begun()
+    exact = {number: tiny.unet()(sample, number, text).sample for number in (960, 100)}
+    alone = [unet(sample, timestep, text).sample for timestep in timesteps]
+    with pytest.warns(UserWarning, match="on no schedule: they are exact") as warned:
+        for timestep, expected in zip(timesteps, alone, strict=True):
+            assert torch.equal(unet(sample, timestep, text).sample, expected)
+            for number, found in exact.items():
+                torch.testing.assert_close(unet(sample, number, text).sample, found, atol=1e-5, rtol=0)
+    assert len(warned) == 1
+    with pytest.raises(ElfattError, match="step of this call is not known"):
+        unet(sample, torch.tensor([10, 900]), text)
+
+
+@torch.no_grad()
+def test_a_call_that_is_repeated_takes_nothing_over() -> None:
+    """As in a loop of the user's own; and what such calls keep does not grow for ever."""
+    unet, timesteps, (sample, text), attention = begun()
+    exact = unet(sample, timesteps[0], text).sample
+    for _ in range(KEPT_CALLS + 3):
+        assert torch.equal(unet(sample, timesteps[0], text).sample, exact)
+    kept = attention.elfatt_state.patch.latest.memory.residuals.values()
+    assert {len(each.kept) for each in kept} == {KEPT_CALLS}
+    assert not torch.equal(unet(sample, timesteps[1], text).sample, exact)
+
+
+def test_no_difference_outlives_its_run() -> None:
+    """What decodes the latents finds the memory free; gradients do not reach back to an earlier step."""
+    (unet, timesteps, (sample, text), attention), held = begun(), list[int]()
+    for timestep in timesteps:
+        unet(sample, timestep, text).sample.sum().backward()
+        layers = attention.elfatt_state.patch.layers
+        kept = [one.values for layer in layers for one in layer.latest.residuals.values()]
+        assert not any(tensor.requires_grad for tensor in kept)
+        held.append(len(kept))
+    assert held == [3, 3, 3, 3, 3, 0]
+
+
+# Where differences are kept, within a limit of memory, and which calls and rows share them.
 
 SHARED = PatchConfig("shared", (Phase(1.0, "sampled", keys=16, residual_steps=2),))
 LATE = PatchConfig("late", (Phase(0.5), Phase(1.0, "sampled", keys=16, residual_steps=2)))
@@ -113,7 +268,7 @@ def test_guidance_shares_what_is_measured_with_the_prompt(pipe: Any, family: str
 
     Wan's second call of a step adds what the first one measured.
     """
-    run, found, images = runner(pipe), list[torch.Tensor](), {}
+    run, found, images = runner(pipe), list[Tensor](), {}
     if family == "wan":
         pipe, run = tiny_transformers.wan()
         run = functools.partial(run, num_inference_steps=4, guidance_scale=3.0)
@@ -141,32 +296,78 @@ def test_rows_of_the_same_latents_are_seen() -> None:
     assert list(map(copies_of, batches)) == [1, 2, 3, 1, 1, 1]
 
 
-@pytest.mark.parametrize("given", [{"guidance_scale": 1.0}, {"prompt": ["a", "b"], "guidance_scale": 1.0}, "split"])
-def test_nothing_is_shared_where_latents_differ(pipe: Any, given: Any) -> None:
+def test_nothing_is_shared_where_latents_differ(pipe: Any) -> None:
     """Nor where a layer splits its input: a part has not the rows without the prompt first and those with it last."""
-    for module in [part for name, part in pipe.unet.named_modules() if name.endswith(".attn1") and given == "split"]:
-        whole = module.forward
-        module.forward = lambda tokens, whole=whole, **named: torch.cat(
-            [whole(part, **named) for part in tokens.chunk(len(tokens))]
-        )
-    found = []
-    for config in (SHARED, GUIDED):
-        with elfatt_sd.patched(pipe, config):
-            found.append(runner(pipe, **({} if given == "split" else given))())
-    assert torch.equal(*found)
+    given: list[dict[str, Any]] = [{"guidance_scale": 1.0}, {"prompt": ["a", "b"], "guidance_scale": 1.0}, {}]
+    for options in given:
+        for module in [part for name, part in pipe.unet.named_modules() if name.endswith(".attn1") and not options]:
+            whole = module.forward
+            module.forward = lambda tokens, whole=whole, **named: torch.cat(
+                [whole(part, **named) for part in tokens.chunk(len(tokens))]
+            )
+        found = []
+        for config in (SHARED, GUIDED):
+            with elfatt_sd.patched(pipe, config):
+                found.append(runner(pipe, **options)())
+        assert torch.equal(*found)
 
 
 def test_latents_in_a_buffer_are_not_those_of_the_call_before(pipe: Any) -> None:
     """Two images in two calls of each step, handed over in the same memory or not."""
     latents = torch.randn(2, 1, 4, 16, 16, generator=generator())
-    text, buffer = torch.randn(1, 7, tiny.TEXT_WIDTH), torch.empty(1, 4, 16, 16)
-    found: list[list[torch.Tensor]] = []
+    text, buffer, found = torch.randn(1, 7, tiny.TEXT_WIDTH), torch.empty(1, 4, 16, 16), list[list[Tensor]]()
     for own in (True, False):
         with torch.no_grad(), elfatt_sd.patched(pipe.unet, GUIDED):
             calls = itertools.product(torch.arange(999, -1, -250), latents)
             given = ((each if own else buffer.copy_(each), timestep) for timestep, each in calls)
             found.append([pipe.unet(*each, text).sample for each in given])
     assert all(map(torch.equal, *found))
+
+
+# Layers with phases of their own.
+
+CALLS = 5  # of the UNet for the four steps of PNDM
+KEYS = Phase(1.0, "sampled", keys=8)
+BLOCKS = Phase(0.5, "block", block_size=16, block_order="windows")
+
+
+def own(*phases: tuple[str, tuple[Phase, ...]]) -> PatchConfig:
+    return PatchConfig("own", per_layer=tuple(LayerPhases(*each) for each in phases))
+
+
+def test_each_layer_has_its_own_phases(pipe: Any) -> None:
+    """The first pattern counts; one that names no layer is refused. The same phases by layer are the same latents."""
+    first, *others = [layer for layer in find_layers(pipe.unet) if layer.downsample == 1]
+    late = (Phase(0.5), Phase(1.0, "block", block_size=16, block_order="windows"))
+    config = PatchConfig("own", levels=1, per_layer=(LayerPhases(first.name, (KEYS,)), LayerPhases("*", late)))
+    with elfatt_sd.patched(pipe, config), recorded() as calls:
+        runner(pipe)()
+    assert calls.pop((id(first.attention), "sampled")) == CALLS
+    assert {calls[id(each.attention), "block"] for each in others} == set(calls.values()) == {2}
+    for phases in ((BLOCKS, KEYS), (Phase(1.0, "sampled", keys=8, residual_steps=2),)):
+        with elfatt_sd.patched(pipe, PatchConfig("whole", phases)) as plan:
+            expected = runner(pipe)()
+        with elfatt_sd.patched(pipe, own(*((each.name, phases) for each in plan.layers if each.patched))) as same:
+            assert torch.equal(runner(pipe)(), expected)
+        reasons = [[layer.reason for layer in each.layers if layer.patched] for each in (same, plan)]
+        assert reasons[0] == reasons[1]
+    with pytest.raises(ElfattError, match=r"no self-attention layer matches layers='nowhere\.\*'; this UNet has "):
+        elfatt_sd.apply_patch(pipe, own(("nowhere.*", (KEYS,))))
+    elfatt_sd.apply_patch(pipe, own(("*", (EXACT,))))
+    assert not elfatt_sd.is_patched(pipe), "exact phases alone change nothing"
+
+
+@pytest.mark.parametrize("family", ["unet", "sd3"])
+def test_the_output_of_an_earlier_step_is_used_again(pipe: Any, family: str) -> None:
+    """In every second step the layer is not called for attention at all."""
+    pipe, run = (pipe, runner(pipe)) if family == "unet" else tiny_transformers.sd3()
+    layer, projected, untouched = find_layers(main_denoiser(pipe))[0], Counter[str](), run()
+    handle = layer.attention.to_q.register_forward_hook(lambda *_: projected.update(["q"]))
+    with elfatt_sd.patched(pipe, own((layer.name, (Phase(1.0, "reuse", residual_steps=2),)))):
+        assert not torch.equal(run(), untouched)
+    handle.remove()
+    assert family != "unet" or projected.total() == 3
+    assert torch.equal(run(), untouched)
 
 
 # What is drawn for several steps at once, as on a GPU.
@@ -186,11 +387,11 @@ class Own(Blocks):
 
 STEPS = 6
 CONFIGS = {
-    **{method: PatchConfig.preset(method, levels=2) for method in METHODS if method not in ("sd", "elfatt-quality")},
+    **{config.method: config.with_settings(levels=2) for config in map(PatchConfig.preset, ("agent", "elfatt"))},
     "tome, fixed": PatchConfig.preset("tome", use_rand=False),
     "tome, reused": PatchConfig.preset("tome", reuse_steps=4),
     "sampled, corrected": PatchConfig("own", (Phase(1.0, "sampled", keys=16, residual_steps=3),)),
-    "sampled, one draw": PatchConfig("own", (Phase(1.0, "sampled", keys=16, groups=3, redraw=False),)),
+    "one draw": PatchConfig("own", (Phase(1.0, "sampled", keys=16, groups=3, redraw=False),)),
     "two phases": PatchConfig("own", (Phase(0.5, "sampled", keys=16, lattice=False), Phase(1.0, ratio=0.3))),
     "spread": PatchConfig("own", (Phase(1.0, "block", block_size=24, block_order="spread", second_order="curve"),)),
     "cells": PatchConfig("own", (Phase(1.0, "cell_spread", block_size=16, cell=8),)),
@@ -198,16 +399,9 @@ CONFIGS = {
 }
 
 
-def begun(method: Any, **settings: Any) -> tuple[Any, torch.Tensor]:
-    """A patched UNet, and the timesteps of a run."""
-    scheduler = tiny.ddim()
-    scheduler.set_timesteps(STEPS)
-    return elfatt_sd.apply_patch(tiny.unet(), method, **settings), scheduler.timesteps
-
-
-def outputs(config: PatchConfig, first: int = 0) -> list[torch.Tensor]:
+def outputs(config: PatchConfig, first: int = 0) -> list[Tensor]:
     """Call a UNet in every step, twice in each: for one picture and for a smaller one."""
-    (unet, timesteps), (sample, text) = begun(config), inputs(torch.float32)
+    unet, timesteps, (sample, text), _ = begun(config)
     with torch.no_grad():
         calls = itertools.product(timesteps[first:], (16, 8))
         return [unet(sample[:, :, :rows], timestep, text).sample for timestep, rows in calls]
@@ -240,15 +434,16 @@ def test_the_same_bit_for_bit(force: Any, name: str) -> None:
 
 
 def test_few_steps_at_once_where_they_take_memory(force: Any) -> None:
-    wanted, times = outputs(CONFIGS["tome"]), force(20000)  # two steps of three layers of 256 tokens, four of 128
-    assert all(map(torch.equal, outputs(CONFIGS["tome"]), wanted))
+    tome = PatchConfig.preset("tome", levels=2)
+    wanted, times = outputs(tome), force(20000)  # two steps of three layers of 256 tokens, four of 128
+    assert all(map(torch.equal, outputs(tome), wanted))
     assert 1 < max(times) < STEPS and sum(times) == 2 * STEPS
 
 
 def test_a_step_is_one_copy_into_buffers_that_stay(force: Any) -> None:
     """Compiled code and CUDA graphs find the same tensors in every step, at places that are aligned."""
     force()
-    unet, timesteps = begun("elfatt-fast", block_size=16)
+    unet, timesteps, *_ = begun(PatchConfig.preset("elfatt-fast", block_size=16))
     seen, values = set(), set()
     with torch.no_grad():
         for timestep in timesteps[2:]:
@@ -263,18 +458,17 @@ def test_a_step_is_one_copy_into_buffers_that_stay(force: Any) -> None:
 
 def test_with_gradients_every_step_has_its_own(force: Any) -> None:
     """A backward pass reads what a step drew, maybe after other steps."""
-    times, (unet, timesteps) = force(), begun("tome")
+    times, (unet, timesteps, *_) = force(), begun(PatchConfig.preset("tome"))
     sample = torch.zeros(1, 4, 16, 16, requires_grad=True)
     made = [unet(sample, timestep, torch.zeros(1, 3, tiny.TEXT_WIDTH)).sample.sum() for timestep in timesteps[:2]]
     torch.stack(made).sum().backward()  # type: ignore[no-untyped-call]
     assert sample.grad is not None and not times
 
 
+@torch.no_grad()
 def test_a_model_that_moves_within_a_run_draws_on_its_new_device(force: Any) -> None:
     force()
-    unet, timesteps = begun("tome")
+    unet, timesteps, *_ = begun(PatchConfig.preset("tome"))
     for timestep, device in zip(timesteps, ("cpu", "cpu", "meta"), strict=False):
-        unet.to(device)
         given = [torch.zeros(*shape, device=device) for shape in ((1, 4, 16, 16), (1, 3, tiny.TEXT_WIDTH))]
-        with torch.no_grad():
-            assert unet(given[0], timestep, given[1]).sample.device.type == device
+        assert unet.to(device)(given[0], timestep, given[1]).sample.device.type == device
