@@ -142,6 +142,10 @@ class Plan:
                 sizes.append((layer.tokens, layer.channels))
         return kept_bytes(sizes, torch.float16, self.config.residuals)
 
+    def average(self, layer: PlannedLayer) -> float:
+        parts = (phase.until - phase.start for phase in self.phases)
+        return sum(part * work for part, work in zip(parts, layer.multiply_adds_by_phase, strict=True))
+
     def groups(self) -> list[tuple[PlannedLayer, ...]]:
         alike: dict[PlannedLayer, list[PlannedLayer]] = {}
         for layer in self.layers:
@@ -272,8 +276,8 @@ def make_plan(
     for index, (start, end) in enumerate(itertools.pairwise((0.0, *ends))):
         there = [phases[index] for phases in by_layer] or [config.phase_until(end)]
         grids: dict[Phase, list[Grid]] = {phase: [] for phase in there}
-        for phase, layer in zip(there, planned_layers, strict=False):
-            grids[phase] += [layer.grid] if layer.approximated[index] else []
+        for phase, known_layer in zip(there, planned_layers, strict=False):
+            grids[phase] += [known_layer.grid] if known_layer.approximated[index] else []
         words = {phase: describe(phase, own) for phase, own in grids.items()}
         counts = collections.Counter(words[phase] for phase in there)
         what = "; ".join(f"{what} in {count} layer{'s' * (count > 1)}" for what, count in counts.most_common())

@@ -51,7 +51,7 @@ def tune(
     from elfatt_sd.tuning import tune as tune_pipeline
     from elfatt_sd.tuning.proof import Budget, check_wanted
 
-    wanted = {
+    wanted: dict[str, Any] = {
         "closeness": closeness, "speed": speed, "memory": memory, "lowest": lowest, "confidence": confidence
     }  # fmt: skip
     budget = Budget(**wanted)
