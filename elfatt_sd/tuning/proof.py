@@ -100,7 +100,8 @@ def check_wanted(
                 span = f"{least:g} at least" if value < least else f"{most:g} at most"
                 raise ElfattError(f"{name}={value:g} is not accepted; metric={metric!r} gives {span}{near}.")
     if closeness is not None and lowest is not None and (lowest > closeness) is (metric not in ("lpips", "dists")):
-        raise ElfattError(f"lowest={lowest:g} is not accepted; no mean is farther than it, closeness={closeness:g} is.")
+        asked = f"the mean, closeness={closeness:g}"
+        raise ElfattError(f"lowest={lowest:g} is not accepted; the worst image cannot be closer than {asked}.")
     words = () if isinstance(prompts, str) else (prompts or ())
     written = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
     if prompts is not None and (not written or len(set(words)) < 2):

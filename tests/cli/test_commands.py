@@ -102,7 +102,7 @@ def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path:
     assert '    pipe = elfatt_sd.load_pipeline("path/or/hub-id")' in plain(shape)
 
 
-SMALL = ("--closeness", 20, "--steps", 2, "--images", 2, "--no-presets")
+SMALL = ("--closeness", 20, "--steps", 2, "--images", 8, "--no-presets")
 
 
 def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> N
     prompts.write_text("a cat\na dog\n")
     result = call("tune", model, *SMALL, "--prompts", prompts, "--save", save, "--out", out, "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["asked"] == {"closeness": 20.0, "speed": None, "memory": None}
+    assert json.loads(result.stdout)["asked"]["closeness"] == 20.0
     assert PatchConfig.load(save)
     assert "index.html" in files(out)
 

@@ -22,7 +22,7 @@ import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase, devices, visualize
 from elfatt_sd.attention.softmax import make_ready, softmax_attention
 from elfatt_sd.drawing import doctor
-from elfatt_sd.families import family_of, joint, main_denoiser, unwrap
+from elfatt_sd.families import family_of, images, main_denoiser, unwrap
 from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import PeakMeter, peak_memory
 from elfatt_sd.methods import Grid
@@ -97,7 +97,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(Schedule, "locate", locate)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *_: tensor)
-    monkeypatch.setattr(joint, "_read_grid", lambda *_: machine.grid)
+    monkeypatch.setattr(images, "grid_of_ids", lambda _: machine.grid)
     _forget()
     yield machine
     _forget()

@@ -99,11 +99,17 @@ def test_a_metric_without_a_number_is_told_before_anything_runs() -> None:
     [
         ({"closeness": 30, "confidence": 0.5}, "confidence=0.5 is not accepted; give a number between 0.5 and 1"),
         ({"closeness": 30, "confidence": 1}, "confidence=1 is not accepted"),
-        ({"closeness": 30, "lowest": 31}, "lowest=31 is closer than closeness=30"),
+        (
+            {"closeness": 30, "lowest": 31},
+            "lowest=31 is not accepted; the worst image cannot be closer than the mean, closeness=30",
+        ),
         ({"lowest": 101}, "lowest=101 is not accepted; metric='psnr' gives 100 at most"),
         ({"lowest": math.nan}, "lowest=nan is not accepted; give a number"),
         ({"closeness": 30, "images": 7}, "images=7 is not accepted; fewer than 8 images promise nothing of a mean"),
-        ({"closeness": 0.2, "lowest": 0.1, "metric": "lpips"}, "lowest=0.1 is closer than closeness=0.2"),
+        (
+            {"closeness": 0.2, "lowest": 0.1, "metric": "lpips"},
+            "lowest=0.1 is not accepted; the worst image cannot be closer",
+        ),
     ],
 )
 def test_what_cannot_be_promised(asked: dict[str, float], says: str) -> None:
