@@ -150,13 +150,13 @@ def reference_command(protocol: Any, quiet: Quiet = False) -> None:
 @app.command("score")
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
-    from elfatt_sd.evaluation.extraction import leave_processes, scoring_device
+    from elfatt_sd.evaluation.extraction import leave_processes
     from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.stages import score
 
     opened = Run.open(run)
     quiet_libraries()
-    with opened.writing(scoring_device(opened.protocol.device)) as first:
+    with opened.writing() as first:
         score(opened, _reporter(quiet))
         leave_processes()
         if first:
@@ -166,12 +166,11 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 @app.command("report")
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
-    from elfatt_sd.evaluation.extraction import scoring_device
     from elfatt_sd.evaluation.report import load_results, write_report
     from elfatt_sd.evaluation.run import Run
 
     opened = Run.open(run)
-    with opened.writing(scoring_device(opened.protocol.device)):
+    with opened.writing():
         opened.write_results()
         typer.echo(write_report(load_results(run)))
 

@@ -196,7 +196,6 @@ class Seconds(Struct, frozen=True):
 class TimedRow(Struct, frozen=True):
     end_to_end: Seconds = Seconds()
     unet: Seconds = Seconds()
-    attention_kernels: list[str] = []
     failed: str | None = None
     note: str | None = None
 
