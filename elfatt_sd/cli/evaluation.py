@@ -136,14 +136,14 @@ def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet 
 @takes_protocol
 def reference_command(protocol: Any, quiet: Quiet = False) -> None:
     """Compute the statistics of a protocol's reference, or find them in the cache."""
-    from elfatt_sd.evaluation.extraction import check_exists, every_minute
+    from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import build_references
 
-    check_exists(protocol.reference.source)
     quiet_libraries()
     for reference in build_references(protocol, progress=every_minute(_reporter(quiet))):
-        typer.echo(json.dumps({**reference.description, "unreadable": len(reference.unreadable)}, ensure_ascii=False))
-        for name in reference.unreadable:
+        unreadable = reference.description["unreadable"]
+        typer.echo(json.dumps({**reference.description, "unreadable": len(unreadable)}, ensure_ascii=False))
+        for name in unreadable:
             complain(f"not readable: {name}", "warning")
 
 

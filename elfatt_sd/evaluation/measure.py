@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import itertools
 import json
 import math
 import os
@@ -88,8 +87,7 @@ def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) ->
         else:
             errors[turn.name] = failed[turn.name] = f"time not measured: {in_plain_words(error)}"
 
-    taken = interleave([*rounds], take, range(-settings.warmup, settings.repeats), lose=lose)
-    for turn, seconds in itertools.chain.from_iterable(taken):
+    for turn, seconds in interleave([*rounds], take, range(-settings.warmup, settings.repeats), lose=lose):
         if turn.number >= 0:
             rounds[turn.name].append(seconds)
     baseline, rows = protocol.baseline.name, dict[str, dict[str, Any]]()

@@ -107,8 +107,10 @@ def test_real_times_replace_those_of_an_earlier_attempt(timed: Protocol, tmp_pat
     (tmp_path / measure.TIME_FILE).write_text('{"rows": {"sd": {"unet": {"values": [1e9]}}}}')
     lines: list[str] = []
     data = measure.measure_time(Run(tmp_path, dataclasses.replace(timed, device=device, steps=2)), lines.append)
-    assert lines[:2] == ["time: warm-up, row 1 of 4, tomesd-ratio0.5", "time: warm-up, row 2 of 4, sd"]
-    assert lines[4] == "time: round 1 of 3, row 1 of 4, sd"
+    assert lines[3:5] == [
+        "time: warm-up, row 4 of 4, elfatt-ratio0.5-block_size16-agents8",
+        "time: round 1 of 3, row 1 of 4, sd",
+    ]
     for row in data["rows"].values():
         assert len(row["unet"]["values"]) == len(row["end_to_end"]["values"]) == 3
         assert 0 < row["unet"]["seconds_per_image"] < row["end_to_end"]["seconds_per_image"] < 1e6
