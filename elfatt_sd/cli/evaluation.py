@@ -199,7 +199,6 @@ def verify_command(
 
 
 def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
-    """Print what a run would do, and every obstacle."""
     from rich.table import Table
 
     from elfatt_sd.evaluation.stages import extent, obstacles, to_do

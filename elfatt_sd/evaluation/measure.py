@@ -70,7 +70,6 @@ def measure_time(run: Run, report: Report = print) -> dict[str, Any]:
 
 
 def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) -> dict[str, Any]:
-    """Time all rows, interleaved."""
     batch = settings.batch or protocol.batch
     short = dataclasses.replace(protocol, steps=min(WARMUP_STEPS, protocol.steps))
     rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
@@ -90,14 +89,11 @@ def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) ->
     for turn, seconds in interleave([*rounds], take, range(-settings.warmup, settings.repeats), lose=lose):
         if turn.number >= 0:
             rounds[turn.name].append(seconds)
-    baseline, rows = protocol.baseline.name, dict[str, dict[str, Any]]()
-    for cell in protocol.cells:
-        if cell.name in failed:
-            rows[cell.name] = {"failed": failed[cell.name]}
-        else:
-            untouched = [] if baseline in failed else rounds[baseline]
-            rows[cell.name] = summarize_time(rounds[cell.name], untouched, settings.scopes)
-    return {"rows": rows, "errors": errors}
+    untouched = [] if protocol.baseline.name in failed else rounds[protocol.baseline.name]
+    rows = {
+        name: summarize_time(each, untouched, settings.scopes) for name, each in rounds.items() if name not in failed
+    }
+    return {"rows": {name: rows.get(name) or {"failed": failed[name]} for name in rounds}, "errors": errors}
 
 
 @torch.no_grad()
@@ -223,7 +219,6 @@ def free_memory() -> None:
 
 
 def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
-    """Measure one batch size in a fresh process."""
     order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": code_hashes()})
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

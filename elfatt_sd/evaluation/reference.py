@@ -55,8 +55,6 @@ FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number sho
 
 @dataclass(frozen=True)
 class Reference:
-    """What images are compared with."""
-
     mean: Tensor  # of the features, `[d]`
     covariance: Tensor  # of the features, `[d, d]`
     # float32 features `[m, d]` of evenly spaced images, memory-mapped, for the kernel distance; None where only moments
@@ -158,12 +156,10 @@ def check_images(wanted: Wanted, extractor: Extractor, classes: Sequence[int] = 
 
 
 def _recipe(wanted: Wanted) -> dict[str, Any]:
-    """What happens to a decoded image before the extractor, see `resized`."""
     return {"size": wanted.size, "resize": wanted.resize, "filter": wanted.filter}
 
 
 def _check_count(wanted: Wanted, count: int) -> None:
-    """Refuse another number of images than the expected one, unless that is allowed."""
     if count != wanted.count and not wanted.allow_count:
         remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
         raise ElfattError(f"reference {wanted.source} has {count} images; accepted are {wanted.count}, or {remedy}.")
@@ -240,8 +236,6 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What `reference.json` holds that is read back."""
-
     count: Annotated[int, msgspec.Meta(ge=2)]
     unreadable: list[str]
     resize: str

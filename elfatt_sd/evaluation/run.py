@@ -118,8 +118,6 @@ def _images_in(path: Path, remedy: str) -> list[MadeImage]:
 
 @dataclass(frozen=True)
 class Run:
-    """A folder with all that a protocol asks for."""
-
     folder: Path  # of the run; it need not be there yet
     protocol: Protocol  # what is evaluated
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class Detail(NamedTuple):
-    """How much of the images a page shows."""
-
     edge: int  # longest side in pixels; smaller images keep their size
     quality: int  # of the WebP file, from 0 to 100
     columns: int  # number of latents in the grid

@@ -68,7 +68,6 @@ def findings(results: Results) -> list[str]:
 
 
 def comparison(results: Results) -> str:
-    """Say what the figures can be compared with."""
     if not results.published:
         return "No published table belongs to this protocol; a number means nothing without its protocol's name."
     return (

@@ -39,8 +39,6 @@ _CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f{_REORDERI
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell of a table."""
-
     text: str  # the figure
     note: str = ""  # its interval or spread, set smaller
     kind: str = "number"  # or `text`, `setting`, `reference`, `missing`, a verdict: `better`, `worse`, `same`, `few`
@@ -53,8 +51,6 @@ class Entry:
 
 @dataclass(frozen=True)
 class Line:
-    """A row of a table, with an entry for each column."""
-
     row: Row
     entries: list[Entry]
     rule: bool = False  # whether a rule separates it from the row before it
@@ -111,7 +107,6 @@ def more_table(results: Results) -> Table:
 
 
 def metrics_table(results: Results) -> Table | None:
-    """Build the table of all further metrics; None where there is none."""
     columns: Columns = []
     for name in results.metrics:
         better = next((row.figure(name).better for row in results.rows if row.figure(name).better), "")
@@ -236,7 +231,7 @@ def time_column(results: Results, part: str) -> tuple[str, Maker]:
     seconds = estimates(
         results,
         lambda row: estimate(row.timed[part].seconds_per_image),
-        reason=lambda row: row.time.failed or row.time.note,
+        reason=lambda row: row.time.failed,
     )
 
     def make(row: Row) -> Entry:
@@ -308,12 +303,10 @@ def plural(count: int, noun: str) -> str:
 
 
 def _texts(table: Table) -> list[list[str]]:
-    """Return the rows of a table, with notes behind the figures."""
     return [[f"{entry.text} {entry.small}".strip() for entry in line.entries] for line in table.lines]
 
 
 def to_markdown(table: Table) -> str:
-    """Write a table as GitHub Markdown."""
     return md_table(table.titles, _texts(table), table.figures)
 
 
@@ -342,12 +335,10 @@ _TEX = str.maketrans(
 
 
 def tex_escape(text: str) -> str:
-    """Escape a text for LaTeX, which reads other letters as UTF-8."""
     return " ".join(text.split()).translate(_TEX)
 
 
 def to_latex(table: Table, caption: str, label: str) -> str:
-    """Write a table as plain LaTeX with booktabs."""
     columns = "".join("r" if figures else "l" for figures in table.figures)
     head, *body = (f"    {' & '.join(map(tex_escape, cells))} \\\\" for cells in (table.titles, *_texts(table)))
     lines = ["% needs \\usepackage{booktabs}", "\\begin{table*}[htbp]", "  \\scriptsize", "  \\centering"]
