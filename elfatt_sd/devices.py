@@ -247,23 +247,6 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def read_clocks(device: torch.device) -> dict[str, Any]:
-    """Return the present clocks in MHz, and temperature and power where they can be read."""
-    if device.type != "cuda":
-        try:
-            found = psutil.cpu_freq()
-        except (AttributeError, NotImplementedError, OSError, RuntimeError):  # as psutil does where there is none
-            found = None
-        return {"cpu_mhz": float(found.current) if found else None}
-    card = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    if card is None or torch.version.hip:
-        return {}
-    fields = ("clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu", "power.draw")
-    by_number = f"--id=GPU-{card}"  # its index would ignore CUDA_VISIBLE_DEVICES
-    query = _first_line("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", by_number)
-    return dict(zip(fields, map(str.strip, query.split(",")), strict=False)) if query else {}
-
-
 def _first_line(*command: str) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)

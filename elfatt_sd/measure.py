@@ -47,11 +47,12 @@ def interleave(
     *,
     seconds: float = math.inf,
     lose: Callable[[Turn, Exception], None] | None = None,
-) -> Iterator[Iterator[tuple[Turn, Reading]]]:
+) -> Iterator[tuple[Turn, Reading]]:
     """Run things one after the other in every round, each round starting with another one."""
     start, lost = time.monotonic(), set[str]()
-
-    def turns(number: int) -> Iterator[tuple[Turn, Reading]]:
+    for index, number in enumerate(rounds):
+        if index and time.monotonic() - start > seconds:
+            return
         shift = number % len(names)
         for place, name in enumerate([*names[shift:], *names[:shift]], 1):
             if name in lost:
@@ -66,11 +67,6 @@ def interleave(
                 lost.add(name)
             else:
                 yield turn, reading
-
-    for index, number in enumerate(rounds):
-        if index and time.monotonic() - start > seconds:
-            return
-        yield turns(number)
 
 
 @dataclass
@@ -108,8 +104,7 @@ class Comparison:
     def run(self, seconds: float = math.inf) -> None:
         """Run the rounds that count; none starts past these seconds, once there is one."""
         if self.names:
-            rounds = interleave(self.names, self.take, range(self.rounds), seconds=seconds)
-            for turn, taken in itertools.chain.from_iterable(rounds):
+            for turn, taken in interleave(self.names, self.take, range(self.rounds), seconds=seconds):
                 self.times[turn.name].append(taken)
                 self._done += 1
                 self.tell(self._done, self._total)

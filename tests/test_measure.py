@@ -35,15 +35,13 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def test_things_take_turns_and_every_round_starts_with_another() -> None:
-    """A round runs while it is taken out, so that what is finished can be kept before the next thing begins."""
+    """A turn runs while it is taken out, so that what is finished can be kept before the next thing begins."""
     seen: list[str] = []
-    rounds = interleave("abc", lambda turn: seen.append(turn.name), range(-1, 2))
-    turns = next(rounds)
+    turns = interleave("abc", lambda turn: seen.append(turn.name), range(-1, 2))
     assert next(turns)[0] == Turn("c", -1, 1)
     assert seen == ["c"]
-    assert [len(list(each)) for each in (turns, *rounds)] == [2, 3, 3]
-    assert "".join(seen) == "cab" + "abc" + "bca"
-    assert len([list(turns) for turns in interleave("a", lambda turn: 0, range(100), seconds=0)]) == 1
+    assert len(list(turns)) == 8 and "".join(seen) == "cab" + "abc" + "bca"
+    assert len(list(interleave("a", lambda turn: 0, range(100), seconds=0))) == 1
 
 
 def test_a_comparison_warms_up_and_takes_turns_and_what_fails_has_no_further_ones() -> None:
@@ -71,10 +69,8 @@ def test_a_comparison_warms_up_and_takes_turns_and_what_fails_has_no_further_one
     assert compared.times == {"slow": [2.0, 2.0], "broken": [], "fast": [1.0, 1.0, 9.0]}
     with pytest.raises(ValueError, match="no"):
         Comparison([*names], take, 2).run()
-    rounds = interleave(["broken", "fast"], take, range(3), lose=lambda turn, error: lost.append(turn))
-    assert [[turn.name for turn, _ in turns] for turns in rounds] == [["fast"]] * 3 and lost[1:] == [
-        Turn("broken", 0, 1)
-    ]
+    turns = interleave(["broken", "fast"], take, range(3), lose=lambda turn, error: lost.append(turn))
+    assert [turn.name for turn, _ in turns] == ["fast"] * 3 and lost[1:] == [Turn("broken", 0, 1)]
 
 
 def test_ratios_are_taken_within_rounds_that_both_have() -> None:

@@ -15,7 +15,7 @@ from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation.report import load_results, replace_files, report_files
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.run import RESULTS_FILE, clear_disk_errors
-from elfatt_sd.files import is_full, write_json
+from elfatt_sd.files import is_full, is_plain_name, write_json
 
 MOST_BYTES = 5_000_000  # of a run that is committed
 
@@ -37,7 +37,9 @@ def publish(results: Results, folder: Path, *, page: bool = True) -> Path:
         ElfattError: their name cannot be that of a folder, or the folder holds something else or cannot be written.
         ElfattFailure: no space is left on the disk.
     """
-    target = folder / results.folder_name
+    if not is_plain_name(results.name):
+        raise ElfattError(f"{RESULTS_FILE} has the name {results.name!r}, which cannot be that of a folder.")
+    target = folder / results.name
     _check_replaceable(target)
     files = report_files(results, page=page)
     with clear_disk_errors(target):

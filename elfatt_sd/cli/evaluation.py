@@ -136,27 +136,27 @@ def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet 
 @takes_protocol
 def reference_command(protocol: Any, quiet: Quiet = False) -> None:
     """Compute the statistics of a protocol's reference, or find them in the cache."""
-    from elfatt_sd.evaluation.extraction import check_exists, every_minute
+    from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import build_references
 
-    check_exists(protocol.reference.source)
     quiet_libraries()
     for reference in build_references(protocol, progress=every_minute(_reporter(quiet))):
-        typer.echo(json.dumps({**reference.description, "unreadable": len(reference.unreadable)}, ensure_ascii=False))
-        for name in reference.unreadable:
+        unreadable = reference.description["unreadable"]
+        typer.echo(json.dumps({**reference.description, "unreadable": len(unreadable)}, ensure_ascii=False))
+        for name in unreadable:
             complain(f"not readable: {name}", "warning")
 
 
 @app.command("score")
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
-    from elfatt_sd.evaluation.extraction import leave_processes, scoring_device
+    from elfatt_sd.evaluation.extraction import leave_processes
     from elfatt_sd.evaluation.run import Run
     from elfatt_sd.evaluation.stages import score
 
     opened = Run.open(run)
     quiet_libraries()
-    with opened.writing(scoring_device(opened.protocol.device)) as first:
+    with opened.writing() as first:
         score(opened, _reporter(quiet))
         leave_processes()
         if first:
@@ -166,12 +166,11 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 @app.command("report")
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
-    from elfatt_sd.evaluation.extraction import scoring_device
     from elfatt_sd.evaluation.report import load_results, write_report
     from elfatt_sd.evaluation.run import Run
 
     opened = Run.open(run)
-    with opened.writing(scoring_device(opened.protocol.device)):
+    with opened.writing():
         opened.write_results()
         typer.echo(write_report(load_results(run)))
 
@@ -200,7 +199,6 @@ def verify_command(
 
 
 def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
-    """Print what a run would do, and every obstacle."""
     from rich.table import Table
 
     from elfatt_sd.evaluation.stages import extent, obstacles, to_do

@@ -235,7 +235,6 @@ def read_config(folder: Path, who: str, types: Sequence[str], accepted: str) -> 
 
 
 def read_model(folder: Path, who: str, loader: Any, config: Any) -> Any:
-    """Load a model's weights, all of which the folder holds, in float32."""
     options: dict[str, Any] = {"local_files_only": True, "torch_dtype": torch.float32, "output_loading_info": True}
     with loading(who):
         model, report = loader.from_pretrained(folder, config=config, **options)
@@ -282,8 +281,6 @@ class _Side(Struct, frozen=True):
 
 
 class _Processor(Struct, frozen=True):
-    """What `preprocessor_config.json` of transformers says."""
-
     crop_size: Edge | _Side | None = None
     size: Edge | _Side | None = None
     image_mean: Colour | None = None

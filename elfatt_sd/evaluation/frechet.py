@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -204,7 +203,13 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
     along, sums, squares, roots = torch.zeros(4, len(sizes), dtype=torch.float64, device="cpu")
     second, fourth = torch.zeros(2, len(mean), dtype=torch.float64, device="cpu")
     phi, slope, inside, outside = torch.zeros(4, len(sizes), scales, dtype=torch.float64, device="cpu")
-    for chosen, rows in _chunks(place, sizes, len(spectrum.values), scales):
+    order, starts = torch.argsort(place, stable=True), sizes.cumsum(0) - sizes
+    chunks = list[tuple[Tensor, Tensor]]()  # some classes of one size, and the rows of their images
+    for size in torch.unique(sizes).tolist():
+        step = max(min(ROWS // size, ELEMENTS // (size * max(len(spectrum.values), 3 * scales * size))), 1)
+        for chosen in torch.split((sizes == size).nonzero()[:, 0], step):
+            chunks.append((chosen, order[starts[chosen, None] + torch.arange(size, device="cpu")]))
+    for chosen, rows in chunks:
         shape, rest = (*rows.shape, -1), count - rows.shape[1]
         centred = take(features, rows.flatten()) - mean
         powers = centred.square()
@@ -227,34 +232,22 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
     return ByClass(sizes.to(torch.float64), along, sums, squares, roots, phi, slope, inside, outside, kurtosis)
 
 
-def _chunks(place: Tensor, sizes: Tensor, rank: int, scales: int) -> Iterator[tuple[Tensor, Tensor]]:
-    order, starts = torch.argsort(place, stable=True), sizes.cumsum(0) - sizes
-    for size in torch.unique(sizes).tolist():
-        step = max(min(ROWS // size, ELEMENTS // (size * max(rank, 3 * scales * size))), 1)
-        for chosen in torch.split((sizes == size).nonzero()[:, 0], step):
-            yield chosen, order[starts[chosen, None] + torch.arange(size, device="cpu")]
-
-
 def _downdated(seen: Tensor, spectrum: Spectrum) -> tuple[Tensor, Tensor, Tensor]:
     first = spectrum.shares * (1 - spectrum.shares)
     weights = torch.stack((spectrum.shares, first, first * (1 - 2 * spectrum.shares)))
-    here, once, twice = _products(seen, weights.flatten(0, 1)).chunk(3, dim=1)  # [g, q, m, m] each
+    weights = weights.flatten(0, 1)  # [k, r]
+    count, size, rank = seen.shape
+    products = seen.new_zeros(count, len(weights), size, size)  # sums of weights times any two rows' products
+    for pairs in torch.split(torch.triu_indices(size, size, device="cpu"), max(ELEMENTS // (count * rank), 1), dim=1):
+        left, right = pairs
+        sums = ((seen[:, left] * seen[:, right]) @ weights.T).mT
+        products[:, :, left, right] = sums
+        products[:, :, right, left] = sums
+    here, once, twice = products.chunk(3, dim=1)  # [g, q, m, m] each
     inverse = torch.linalg.inv(torch.eye(seen.shape[1], dtype=torch.float64, device="cpu") - here)
     moved = inverse @ once
     falls = (_trace(moved, moved) + _trace(inverse, twice), _trace(inverse, once), _trace(inverse, here))
     return spectrum.phi - falls[1], spectrum.slope - falls[0], falls[2]
-
-
-def _products(seen: Tensor, weights: Tensor) -> Tensor:
-    """Sums `[g, k, m, m]` of weights `[k, r]` times the products of any two of the rows `[g, m, r]`."""
-    count, size, rank = seen.shape
-    found = seen.new_zeros(count, len(weights), size, size)
-    for pairs in torch.split(torch.triu_indices(size, size, device="cpu"), max(ELEMENTS // (count * rank), 1), dim=1):
-        first, second = pairs
-        sums = ((seen[:, first] * seen[:, second]) @ weights.T).mT
-        found[:, :, first, second] = sums
-        found[:, :, second, first] = sums
-    return found
 
 
 def _trace(left: Tensor, right: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import hashlib
 import io
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,13 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True)
     pipe = load_protocol_pipeline(run.protocol, device)
     check_size(run.protocol, pipe)
     environment = image_environment(run.protocol, pipe)
-    _check_processes(environment, [run.protocol.cell(row.name) for row in _pending(run)])
+    first, *others = gathered(environment)
+    for number, other in enumerate(others, 1):
+        if changed := same_images(first, other, [run.protocol.cell(row.name) for row in _pending(run)]):
+            raise ElfattError(
+                f"processes 0 and {number} would make different images ({'; '.join(changed)}); "
+                "launch on machines that are alike."
+            )
     run.check_environment(environment)
     if state.is_main_process:
         tell_cut_prompts(pipe, [run.protocol.negative_prompt, *(prompt.text for prompt in run.prompts)])
@@ -143,17 +149,6 @@ def make_batch(run: Run, pipe: Any, row: RowFolder, number: int, batch: Sequence
         file = path.relative_to(row.folder).as_posix()
         made.append(MadeImage(prompt.index, file, prompt.text, prompt.class_index, seed, digest))
     row.add_batch(number, made)
-
-
-def _check_processes(environment: Mapping[str, Any], cells: Sequence[Cell]) -> None:
-    """Refuse processes of one launch that make different images; all of them must call this."""
-    first, *others = gathered(environment)
-    for number, other in enumerate(others, 1):
-        if changed := same_images(first, other, cells):
-            raise ElfattError(
-                f"processes 0 and {number} would make different images ({'; '.join(changed)}); "
-                "launch on machines that are alike."
-            )
 
 
 def write_cost(run: Run, pipe: Any = None) -> None:

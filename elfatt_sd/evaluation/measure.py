@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.attention import softmax as attention
-from elfatt_sd.devices import empty_caches, read_clocks
+from elfatt_sd.devices import empty_caches
 from elfatt_sd.errors import ElfattError, ElfattFailure, in_plain_words, is_out_of_memory
 from elfatt_sd.evaluation.images import (
     code_hashes,
@@ -37,11 +36,9 @@ from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
 from elfatt_sd.evaluation.records import Peaks, read_data, same_images
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run
-from elfatt_sd.families import find_denoisers, step_denoisers
+from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
 from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios, student_quantile
-from elfatt_sd.runtime.call import rounded
-from elfatt_sd.runtime.layer import choose_layers
 
 WARMUP_STEPS = 5  # enough for every phase of the presets
 _GIB = 2**30
@@ -73,8 +70,7 @@ def measure_time(run: Run, report: Report = print) -> dict[str, Any]:
 
 
 def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) -> dict[str, Any]:
-    """Time all rows, interleaved; the device's clocks are read before and after each round."""
-    batch, device = settings.batch or protocol.batch, denoiser(pipe).device
+    batch = settings.batch or protocol.batch
     short = dataclasses.replace(protocol, steps=min(WARMUP_STEPS, protocol.steps))
     rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
     failed, errors = dict[str, str](), dict[str, str]()  # what ran out of memory has failed, which is a result
@@ -90,21 +86,14 @@ def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) ->
         else:
             errors[turn.name] = failed[turn.name] = f"time not measured: {in_plain_words(error)}"
 
-    clocks = [read_clocks(device)]
-    for turns in interleave([*rounds], take, range(-settings.warmup, settings.repeats), lose=lose):
-        for turn, seconds in turns:
-            if turn.number >= 0:
-                rounds[turn.name].append(seconds)
-        clocks.append(read_clocks(device))
-    baseline, rows = protocol.baseline.name, dict[str, dict[str, Any]]()
-    for cell in protocol.cells:
-        if cell.name in failed:
-            rows[cell.name] = {"failed": failed[cell.name]}
-        else:
-            untouched = [] if baseline in failed else rounds[baseline]
-            rows[cell.name] = summarize_time(rounds[cell.name], untouched, settings.scopes)
-            rows[cell.name]["attention_kernels"] = attention_kernels(pipe, cell)
-    return {"clocks": clocks, "rows": rows, "errors": errors}
+    for turn, seconds in interleave([*rounds], take, range(-settings.warmup, settings.repeats), lose=lose):
+        if turn.number >= 0:
+            rounds[turn.name].append(seconds)
+    untouched = [] if protocol.baseline.name in failed else rounds[protocol.baseline.name]
+    rows = {
+        name: summarize_time(each, untouched, settings.scopes) for name, each in rounds.items() if name not in failed
+    }
+    return {"rows": {name: rows.get(name) or {"failed": failed[name]} for name in rounds}, "errors": errors}
 
 
 @torch.no_grad()
@@ -140,27 +129,6 @@ def summarize_time(
             row["ratio"] = {"median": ratio.median, "low": ratio.min, "high": ratio.max, "values": [*speeds]}
         rows[scope] = row
     return rows
-
-
-def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
-    """Return what a row's layers attend with: `native` (torch's fused attention), `flash-attn` or another backend.
-
-    A row without a patch, and a peer's, has torch's; of a patch, what its approximations use.
-    """
-    config = cell.config()
-    if not cell.patched:
-        return ["native"]
-    if config.attention_backend != "auto":
-        return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]
-    if all(phase.exact or phase.attention.needs_sums for phase in config.all_phases):
-        return ["native"]
-    dtype = torch.float32 if config.fp32_logits else denoiser(pipe).dtype
-    phases = [phase for phase in config.all_phases if not phase.exact]
-    layers = [layer.attention for _, chosen in choose_layers(find_denoisers(pipe), config).values() for layer in chosen]
-    sizes = {layer.inner_dim // layer.heads for layer in layers}
-    queries = [torch.empty(0, size, device=pipe.device, dtype=dtype) for size in sizes]
-    taken = {attention.flash_takes(rounded(query, phase)) for query in queries for phase in phases}
-    return sorted({"flash-attn" if each else "native" for each in taken})
 
 
 def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
@@ -251,7 +219,6 @@ def free_memory() -> None:
 
 
 def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
-    """Measure one batch size in a fresh process."""
     order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": code_hashes()})
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -263,11 +230,8 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        result: dict[str, Any] = {"error": f"memory not measured at batch {batch}: {said}"}
-    else:
-        result = json.loads(lines[-1])
-    if "error" in result:
-        raise ElfattFailure(result["error"])
+        raise ElfattFailure(f"memory not measured at batch {batch}: {said}")
+    result: dict[str, Any] = json.loads(lines[-1])
     return result
 
 
@@ -285,19 +249,17 @@ def measure_peak(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
 
 
 def _worker() -> None:
-    """Read an order from stdin, measure, and print the result as the last line."""
+    """Read an order from stdin, measure, and print the result as the last line; or end with what went wrong."""
     order = json.load(sys.stdin)
     protocol = Protocol.from_dict(order["protocol"])
+    if order["code"] != code_hashes():
+        sys.exit("the code of elfatt_sd was changed during the run; put it back, or give a new folder.")
     try:
-        if order["code"] != code_hashes():
-            raise ElfattError("the code of elfatt_sd was changed during the run; put it back, or give a new folder.")
         result = measure_peak(protocol, protocol.cell(order["cell"]), order["batch"])
     except Exception as error:
-        at = f"at batch {order['batch']}"
-        if is_out_of_memory(error):
-            result = {"failed": f"out of memory {at}"}
-        else:
-            result = {"error": f"memory not measured {at}: {in_plain_words(error)}"}
+        if not is_out_of_memory(error):
+            sys.exit(in_plain_words(error))
+        result = {"failed": f"out of memory at batch {order['batch']}"}
     print(json.dumps(result))
 
 

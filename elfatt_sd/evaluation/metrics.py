@@ -56,8 +56,6 @@ _NETWORKS = {
 
 @dataclass(frozen=True)
 class Batch:
-    """Some images of a row."""
-
     images: Tensor  # uint8 `[n, f, 3, h, w]`
     prompts: Sequence[str]  # n texts
     # the baseline's images of the same latents, shaped alike; None unless the metric compares
@@ -83,7 +81,6 @@ class ImageMetric:
 
     @property
     def identity(self) -> str:
-        """Hash of all that decides the numbers besides the images."""
         return sha256_of_data([self.name, self.description, self.better, self.compares])
 
     def values(self, images: Images, baseline: Images | None, progress: Progress | None) -> Iterator[Tensor]:
@@ -101,8 +98,6 @@ class ImageMetric:
 
 @dataclass(frozen=True)
 class MetricChoice:
-    """A metric."""
-
     metric: str  # one of `KINDS`, or `package.module:function`, a function of one's own
     weights: str = ""  # file or directory of its weights; `KINDS` says of what
     name: str = ""  # of a function's metric in tables; empty takes the function's
@@ -123,7 +118,6 @@ class MetricChoice:
 
 
 def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[Extractor]) -> None:
-    """Check that there are features for the metrics that need some."""
     for choice in choices:
         if choice.metric == "prdc" and not extractors:
             raise ElfattError("metric 'prdc' needs features; give an extractor and a reference.")
@@ -133,7 +127,6 @@ def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[
 
 @plain_defaults()
 def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetric]:
-    """Load the metrics that give a number for every image."""
     metrics = []
     for choice in choices:
         if ":" in choice.metric:

@@ -59,7 +59,11 @@ def run_prompts(protocol: Protocol) -> list[Prompt]:
     if protocol.prompts is not None:
         texts = spread(read_prompts(protocol.prompts), protocol.classes)
     else:
-        texts = label_texts(spread([*enumerate(load_labels(protocol.labels))], protocol.classes), protocol.template)
+        labels, template = spread([*enumerate(load_labels(protocol.labels))], protocol.classes), protocol.template
+        try:
+            texts = [(index, template.format(label=label)) for index, label in labels]
+        except (LookupError, ValueError, AttributeError) as error:
+            raise refused(f"template={template!r} ({type(error).__name__}: {error})", "the field {label}") from error
     chosen = spread([pair for pair in texts for _ in range(each)], protocol.limit)
     offsets = sorted([0, *(cell.seed_offset for cell in protocol.cells if cell.role == "null")])
     for first, second in itertools.pairwise(offsets):
@@ -81,14 +85,6 @@ def spread(values: Sequence[Value], count: int) -> list[Value]:
         return list(values)
     draw = random.Random(0).random
     return [values[int((index + draw()) * len(values) / count)] for index in range(count)]
-
-
-def label_texts(labels: Sequence[tuple[int, str]], template: str) -> list[tuple[int, str]]:
-    """Return the index and the prompt of each label."""
-    try:
-        return [(index, template.format(label=label)) for index, label in labels]
-    except (LookupError, ValueError, AttributeError) as error:
-        raise refused(f"template={template!r} ({type(error).__name__}: {error})", "the field {label}") from error
 
 
 def load_labels(name: str) -> list[str]:

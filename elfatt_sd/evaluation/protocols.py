@@ -217,7 +217,6 @@ class Protocol:
 
     @property
     def baseline(self) -> Cell:
-        """The untouched pipeline, which every other row is compared with."""
         return next(cell for cell in self.cells if cell.role == "baseline")
 
     @property
@@ -291,7 +290,6 @@ def _parts(data: Any) -> dict[str, Any] | None:
 
 
 def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit: int | None = None) -> Protocol:
-    """Read a protocol and change some of its values."""
     path = _find(path_or_name)
     data = _read(path)
     if limit is not None:

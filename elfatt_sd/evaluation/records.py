@@ -86,8 +86,6 @@ class RunRecord(Struct, frozen=True):
 
 
 class MadeImage(Struct, frozen=True):
-    """A line of a manifest: an image as it was made."""
-
     index: Index
     file: str
     prompt: str
@@ -164,8 +162,6 @@ class ReferenceRecord(Struct, frozen=True):
 
 
 class Scores(Struct, frozen=True):
-    """`scores.json`."""
-
     format: Annotated[int, Meta(ge=1, le=SCORES_FORMAT)]
     identity: str
     references: dict[str, ReferenceRecord]
@@ -196,14 +192,10 @@ class Seconds(Struct, frozen=True):
 class TimedRow(Struct, frozen=True):
     end_to_end: Seconds = Seconds()
     unet: Seconds = Seconds()
-    attention_kernels: list[str] = []
     failed: str | None = None
-    note: str | None = None
 
 
 class Times(Struct, frozen=True):
-    """`time.json`."""
-
     identity: str
     environment: dict[str, Any]
     rows: dict[str, TimedRow]
@@ -218,8 +210,6 @@ class RowCost(Struct, frozen=True):
 
 
 class Cost(Struct, frozen=True):
-    """`cost.json`."""
-
     identity: str
     rows: dict[str, RowCost]
     format: Literal[1] = 1
@@ -237,7 +227,6 @@ class MemoryRow(Struct, frozen=True):
     kind: str | None = None
     failed: str | None = None
     note: str | None = None
-    same_program_as: str | None = None
 
 
 class Peaks(Struct, frozen=True):
@@ -252,8 +241,6 @@ class Peaks(Struct, frozen=True):
 
 
 class ResultRow(ScoredRow, frozen=True):
-    """A row of `results.json`."""
-
     cell: str = ""  # the folder of its images
     label: str = ""  # the method's name in tables
     method: str = ""
@@ -267,8 +254,6 @@ class ResultRow(ScoredRow, frozen=True):
 
 
 class ResultsRecord(Struct, frozen=True):
-    """`results.json`."""
-
     format: Literal[1]
     rows: list[ResultRow]
     name: str = "unnamed protocol"

@@ -7,7 +7,7 @@ import functools
 import shutil
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,29 +49,29 @@ from elfatt_sd.progress import Progress
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
 BLOCK = 1 << 16  # renders that are drawn at a time
 FORMAT = 1
+MOMENTS = ".npz"
 FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number shows in the metric's name
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What images are compared with."""
-
     mean: Tensor  # of the features, `[d]`
     covariance: Tensor  # of the features, `[d, d]`
     # float32 features `[m, d]` of evenly spaced images, memory-mapped, for the kernel distance; None where only moments
     # are known
     sample: np.ndarray[Any, Any] | None
-    count: int | None  # number of images; None where another tool's file does not tell
-    unreadable: list[str]  # name and reason of each image that could not be read
     identity: str  # hash of the files and of all preprocessing
     # what distances to it carry in their name, such as " (12 reference images)"; empty for `FULL_COUNT` and for renders
     metric_suffix: str
-    description: dict[str, Any] = field(default_factory=dict)  # where it comes from, as plain data for the report
+    # where it comes from, as plain data for the report: also the `count` of images, None where another tool's file does
+    # not tell, and name and reason of each `unreadable` one
+    description: dict[str, Any]
 
     def __post_init__(self) -> None:
         if not self.covariance.any():
-            source = self.description.get("source", "")
-            raise ElfattError(f"reference {source} has one image over and over; accepted are images that differ.")
+            raise ElfattError(
+                f"reference {self.description['source']} has one image over and over; accepted are images that differ."
+            )
 
 
 def resized(picture: Any, size: int, resize: str, filter: str) -> Pixels:
@@ -97,10 +97,9 @@ def build_reference(
     A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
     work, and the first one decides; two runs that need the same reference wait for each other.
     """
-    if is_moments(wanted):
+    if wanted.source.lower().endswith(MOMENTS):
         return together(lambda: _from_moments(wanted, extractor))
-    pictures, fingerprint = together(lambda: check_images(wanted, classes))
-    identity = _identity(fingerprint, extractor)
+    pictures, identity = together(lambda: check_images(wanted, extractor, classes))
     first, *others = gathered(identity)
     for number, other in enumerate(others, 1):
         if other != first:
@@ -131,44 +130,36 @@ def build_reference(
     _check_count(wanted, count)
     description = {key: value for key, value in data.items() if key != "format"}
     suffix = "" if wanted.source == "toy" else _suffix(count, data["resize"], data["size"])
-    return Reference(mean, covariance, sample, count, unreadable, identity, suffix, description)
-
-
-def is_moments(wanted: Wanted) -> bool:
-    return Path(wanted.source).suffix.lower() == ".npz"
+    return Reference(mean, covariance, sample, identity, suffix, description)
 
 
 def check_reference(wanted: Wanted, extractor: Extractor, classes: Sequence[int] = ()) -> str:
     """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives."""
-    if is_moments(wanted):
+    if wanted.source.lower().endswith(MOMENTS):
         return _from_moments(wanted, extractor).identity
-    return _identity(check_images(wanted, classes)[1], extractor)
+    return check_images(wanted, extractor, classes)[1]
 
 
-def check_images(wanted: Wanted, classes: Sequence[int] = ()) -> tuple[Source, Any]:
-    """Return the images, of which there are as many as there must be, and their fingerprint."""
+def check_images(wanted: Wanted, extractor: Extractor, classes: Sequence[int] = ()) -> tuple[Source, str]:
+    """Return the images, of which there are as many as there must be, and the hash of them and all preprocessing."""
     check_exists(wanted.source)
     if wanted.source == "toy":
         pictures = renders(wanted.count, classes)
-        return pictures, pictures.fingerprint
-    recipe = _recipe(wanted)
-    pictures = replace(open_source(wanted.source, wanted.per_class), prepare=functools.partial(resized, **recipe))
-    _check_count(wanted, len(pictures))
-    return pictures, [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, DECODING]
+        fingerprint = pictures.fingerprint
+    else:
+        recipe = _recipe(wanted)
+        pictures = replace(open_source(wanted.source, wanted.per_class), prepare=functools.partial(resized, **recipe))
+        _check_count(wanted, len(pictures))
+        fingerprint = [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, DECODING]
+    version = torch.__version__.partition("+")[0]
+    return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
 
 
 def _recipe(wanted: Wanted) -> dict[str, Any]:
-    """What happens to a decoded image before the extractor, see `resized`."""
     return {"size": wanted.size, "resize": wanted.resize, "filter": wanted.filter}
 
 
-def _identity(fingerprint: Any, extractor: Extractor) -> str:
-    version = torch.__version__.partition("+")[0]
-    return sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
-
-
 def _check_count(wanted: Wanted, count: int) -> None:
-    """Refuse another number of images than the expected one, unless that is allowed."""
     if count != wanted.count and not wanted.allow_count:
         remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
         raise ElfattError(f"reference {wanted.source} has {count} images; accepted are {wanted.count}, or {remedy}.")
@@ -245,8 +236,6 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What `reference.json` holds that is read back."""
-
     count: Annotated[int, msgspec.Meta(ge=2)]
     unreadable: list[str]
     resize: str
@@ -284,4 +273,4 @@ def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
     digest = sha256_of_file(path)
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])
     description: dict[str, Any] = {"source": str(path), "sha256": digest, "count": count, "identity": identity}
-    return Reference(mean, covariance, None, count, [], identity, suffix, {**description, "unreadable": []})
+    return Reference(mean, covariance, None, identity, suffix, {**description, "unreadable": []})

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from elfatt_sd.errors import ElfattError, ElfattFailure
-from elfatt_sd.evaluation.extraction import process_state
+from elfatt_sd.evaluation.extraction import process_state, scoring_device
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Protocol, decisive, differences
 from elfatt_sd.evaluation.records import (
@@ -118,8 +118,6 @@ def _images_in(path: Path, remedy: str) -> list[MadeImage]:
 
 @dataclass(frozen=True)
 class Run:
-    """A folder with all that a protocol asks for."""
-
     folder: Path  # of the run; it need not be there yet
     protocol: Protocol  # what is evaluated
 
@@ -207,9 +205,9 @@ class Run:
         return f"give a new folder, and --reuse {self.folder} to take over the rows that stay the same"
 
     @contextlib.contextmanager
-    def writing(self, device: str | None = None) -> Iterator[bool]:
+    def writing(self) -> Iterator[bool]:
         """Hold the lock of the folder, in the first of several processes that work on a device."""
-        first = bool(process_state(device or self.protocol.device).is_main_process)
+        first = bool(process_state(scoring_device(self.protocol.device)).is_main_process)
         with clear_disk_errors(self.folder), folder_lock(self.folder) if first else contextlib.nullcontext():
             yield first
 
@@ -223,7 +221,7 @@ class Run:
         }
         environment, time = dict(record.environment), found[TIME_FILE]
         if time:
-            kept = ("measured", "environment", "clocks", "note")
+            kept = ("measured", "environment", "note")
             environment["timing"] = {key: time[key] for key in kept if time.get(key)}
         rows = []
         for cell, row in zip(protocol.cells, self.rows, strict=True):

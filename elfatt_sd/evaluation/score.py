@@ -10,7 +10,6 @@ import math
 import shutil
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +140,11 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
 
 
 def _classes(protocol: Protocol) -> list[int]:
-    """Classes that renders of the toy have to have."""
     return [prompt.class_index for prompt in run_prompts(protocol)] if protocol.of_toy else []
 
 
 @dataclass(frozen=True)
 class Known:
-    """A figure of a row."""
-
     estimate: Estimate
     better: Better = "lower"
     limit: FrechetFigures | None = None  # of a Frechet distance: what it is with infinitely many images
@@ -314,6 +310,9 @@ class Scale:
     def __init__(self, extractor: Extractor, reference: Reference, cache: Path) -> None:
         self.extractor, self.reference, self.cache = extractor, reference, cache
         self.distance_name = extractor.distance_name + reference.metric_suffix
+        # what distances need of the reference, whatever the row
+        self.target = Target(reference.mean, reference.covariance)
+        self.within = None if reference.sample is None else kernel_within(reference.sample)
 
     def extract(self, images: Images, progress: Progress | None = None) -> None:
         path = self._path(images)
@@ -347,14 +346,13 @@ class Scale:
         """Add the Frechet distance and, where the reference has features, the kernel distance and wanted metrics."""
         features, extractor = self.features(row.images), self.extractor
         classes = [number for number in row.images.classes for _ in range(row.images.frames)]
-        target, within = self._known
-        figures = frechet_figures(features, target, classes)
+        figures = frechet_figures(features, self.target, classes)
         row.distances[self.distance_name] = Known(figures.published, limit=figures)
         sample, recipe = self.reference.sample, extractor.preprocessing
         if sample is None:
             return
         title = extractor.kernel_name + self.reference.metric_suffix
-        row.distances[title] = Known(kernel_distance(features, sample, classes, within=within))
+        row.distances[title] = Known(kernel_distance(features, sample, classes, within=self.within))
         if "prdc" in wanted:
             where = extractor.distance_name.removeprefix("FD-").replace("FID", "Inception", 1)
             for name, estimate in neighbour_figures(features, sample, classes).items():
@@ -363,13 +361,6 @@ class Scale:
             published = (recipe.get("crop"), extractor.dimension) == (336, 768)
             name = "CMMD" if published else f"CMMD ({str(recipe.get('sha256'))[:8]})"
             row.metrics[name] = Known(cmmd(features, sample, classes))
-
-    @cached_property
-    def _known(self) -> tuple[Target, float | None]:
-        """What distances need of the reference, whatever the row."""
-        sample = self.reference.sample
-        target = Target(self.reference.mean, self.reference.covariance)
-        return target, None if sample is None else kernel_within(sample)
 
 
 def pair_changes(

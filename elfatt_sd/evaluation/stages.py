@@ -54,7 +54,6 @@ from elfatt_sd.measure import Stopwatch
 from elfatt_sd.peers import packages_of
 from elfatt_sd.progress import Progress
 
-_REMEDY = "delete it"
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
 _ROUNDING = 1e-9
 
@@ -200,10 +199,6 @@ def score(run: Run, report: Report = print) -> None:
     inputs |= {"format": str(SCORES_FORMAT), **score_inputs(run.protocol, extractors)}
     progress = every_minute(report)
     _once(run, "score", SCORES_FILE, report, lambda: score_run(run, extractors, progress=progress), inputs)
-    scores = read_data(run.folder / SCORES_FILE, STAGE_FILES[SCORES_FILE], _REMEDY) or {"references": {}}
-    references = scores["references"].values()
-    for name in dict.fromkeys(name for part in references for name in part.get("unreadable", ())):
-        report(f"score: reference image not readable: {name}")
 
 
 def _once(

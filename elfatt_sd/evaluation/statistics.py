@@ -236,7 +236,6 @@ def neighbour_figures(features: Features, reference: Features, groups: Groups) -
 
 
 def check_enough(count: int) -> None:
-    """Refuse a set that has not more images than neighbours."""
     if count <= NEIGHBOURS:
         raise ElfattError(f"metric 'prdc' needs more than {NEIGHBOURS} images and reference images; there are {count}.")
 
@@ -330,7 +329,6 @@ def check_covariance(path: Path, covariance: Tensor) -> Tensor:
 
 
 def load_plain(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
-    """Return what NumPy finds in a file, without running any code."""
     if not os.path.isfile(path):  # a pipe would be waited for
         raise FileNotFoundError("it is not a plain file")
     return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 from own_metrics import write_classifier, write_clip
@@ -33,7 +32,6 @@ from elfatt_sd.evaluation.images import check_size, image_environment, load_prot
 from elfatt_sd.evaluation.prompts import (
     PROMPT_LISTS,
     PromptFile,
-    label_texts,
     load_labels,
     read_prompts,
     run_prompts,
@@ -55,15 +53,7 @@ def through_json(protocol: Protocol) -> Protocol:
     return Protocol.from_dict(json.loads(json.dumps(protocol.to_dict())))
 
 
-def test_shipped_protocols_load_and_survive_json() -> None:
-    for path in sorted((runs.ROOT / "eval").glob("*.toml")):
-        protocol = load_protocol(path)
-        assert protocol.name == path.stem and protocol.description
-        again = through_json(protocol)
-        assert (again, again.identity) == (protocol, protocol.identity)
-
-
-def test_rows_and_block_sizes_are_those_of_the_paper() -> None:
+def test_sizes_and_printed_rows_are_those_of_the_paper() -> None:
     """Its sizes 32, 56, 81, 128, 227 and 512 are floor(2048 / k^2) of k^2 blocks."""
     protocol = load_protocol("block_size")
     sizes = [cell.settings["block_size"] for cell in protocol.cells if cell.method == "elfatt"]
@@ -241,10 +231,11 @@ def test_labels_of_imagenet_of_the_toy_and_of_files(tmp_path: Path) -> None:
     assert load_labels("toy") == list(CLASS_PROMPTS)
     assert load_labels(write(tmp_path, "labels.txt", "a cat\n\n  a dog \n")) == ["a cat", "a dog"]
     assert load_labels(write(tmp_path, "labels.csv", '\ufeffwnid,name\nn1,"lynx, spotted"\n')) == ["lynx, spotted"]
-    assert label_texts([(3, "eft"), (7, "tench")], "an {label}.") == [(3, "an eft."), (7, "an tench.")]
-    for template, reason in (("{lable}", "'lable'"), ("{label", "not accepted"), ("{}", "{}")):
+    texts = [each.text for each in run_prompts(load(tmp_path, "template=an {label}."))]
+    assert texts == [f"an {label}." for label in runs.LABELS]
+    for template, reason in (("{lable}", "'lable'"), ("{label", "not accepted"), ("{}", "Replacement index 0")):
         with pytest.raises(ElfattError, match=reason):
-            label_texts([(3, "eft")], template)
+            run_prompts(load(tmp_path, f"template={{label}} {template}"))
 
 
 def test_prompts_of_lines_and_tables(tmp_path: Path) -> None:
@@ -393,7 +384,7 @@ def with_model(name: str, folder: Path, workplace: Path, *overrides: str) -> Pro
 
 
 @pytest.mark.usefixtures("module", "own_cache")
-@pytest.mark.parametrize("name", ["toy", "sdxl", "tome2023", "early_steps", "flux", "qwen_image", "own"])
+@pytest.mark.parametrize("name", ["toy", "sdxl", "tome2023", "flux", "qwen_image", "own"])
 def test_protocols_run_to_the_end(name: str, workplace: Path, tmp_path: Path) -> None:
     """On a model of their kind, against a folder with a folder for each class, resized as they say."""
     protocol = with_model(name, tmp_path, workplace, *UNTIMED)
@@ -470,8 +461,6 @@ def test_clips_have_every_figure_and_are_shown(
         made = make_images(pipe, run.protocol, [each.text for each in run.prompts[:2]], [0, 1])
     assert ((made.reshape(other[:2].shape) * 255).round() - other[:2]).abs().max() <= 0.51
     assert (other[:, 0] != other[:, -1]).any(), "the clip moves"
-    expected = np.mean([stack.double().mean().item() for stack in mine])
-    assert rows["agent"]["metrics"]["brightness"]["value"] == pytest.approx(expected)
     decibels = (10 * torch.log10(255**2 / (mine.double() - other.double()).square().flatten(1).mean(1))).tolist()
     kept = rows["agent"]["paired"]["psnr"]["pictures"]
     assert [value or math.inf for value in kept] == pytest.approx(decibels, abs=1e-5), "one for each clip"

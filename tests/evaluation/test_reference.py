@@ -40,7 +40,8 @@ def test_every_source_gives_the_same_statistics(kind: Callable[[Path], Path], tm
     place = kind(tmp_path)
     found = build(place, tmp_path / "cache")
     expected = expected_statistics()
-    assert (found.count, found.unreadable, found.metric_suffix) == (PHOTOS, [], " (12 reference images)")
+    counted = (found.description["count"], found.description["unreadable"], found.metric_suffix)
+    assert counted == (PHOTOS, [], " (12 reference images)")
     torch.testing.assert_close(found.mean, expected.mean, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-5, atol=1e-8)
     assert found.sample is not None and found.sample.shape == (PHOTOS, 12)
@@ -86,18 +87,14 @@ def test_bad_sources(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_columns_of_tables(tmp_path: Path) -> None:
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    red = encoded(Image.new("RGB", (8, 8), "red"), "PNG")
-    for columns, reason in (
-        ({"mask": [b"no image"], "image": [red]}, ""),
-        ({"before": [red], "after": [red]}, "has bytes in the columns before, after; accepted: one column"),
-        ({"caption": ["a"]}, "has no bytes in caption"),
-    ):
-        parquet.write_table(pa.table(columns), tmp_path / "val.parquet")
-        if reason:
-            with pytest.raises(ElfattError, match=reason):
-                open_source(tmp_path / "val.parquet")
-        else:
-            assert [image.shape for image in open_source(tmp_path / "val.parquet").load(0, 1)] == [(8, 8, 3)]  # type: ignore[union-attr]
+    red, place = encoded(Image.new("RGB", (8, 8), "red"), "PNG"), tmp_path / "val.parquet"
+    parquet.write_table(pa.table({"mask": [b"no image"], "image": [red]}), place)
+    assert [image.shape for image in open_source(place).load(0, 1)] == [(8, 8, 3)]  # type: ignore[union-attr]
+    two = "has bytes in the columns before, after; accepted: one column"
+    for columns, reason in (({"before": [red], "after": [red]}, two), ({"caption": ["a"]}, "has no bytes in caption")):
+        parquet.write_table(pa.table(columns), place)
+        with pytest.raises(ElfattError, match=reason):
+            open_source(place)
 
 
 def test_what_is_no_image_or_hidden_is_passed_over_and_links_that_lead_back_count_once(tmp_path: Path) -> None:
@@ -129,14 +126,14 @@ def test_unreadable_pictures_are_named_and_counted(source: Path, tmp_path: Path)
     (listed,) = (tmp_path / "cache").glob("*/reference.json")
     assert str(listed) in str(told.value) and "--allow-count to go on with the other 10" in str(told.value)
     found = build(source, tmp_path / "cache", allow_count=True)
-    assert (found.count, found.metric_suffix) == (10, " (10 reference images)")
-    assert json.loads(listed.read_text())["unreadable"] == found.unreadable
-    assert [line.split()[0] for line in found.unreadable] == [torn, empty]
-    assert found.unreadable[1].endswith("(the file is empty)")
+    assert (found.description["count"], found.metric_suffix) == (10, " (10 reference images)")
+    assert json.loads(listed.read_text())["unreadable"] == found.description["unreadable"]
+    assert [line.split()[0] for line in found.description["unreadable"]] == [torn, empty]
+    assert found.description["unreadable"][1].endswith("(the file is empty)")
     left = {name: content for name, content in FILES.items() if name not in (torn, empty)}
     torch.testing.assert_close(found.mean, expected_statistics(left).mean, rtol=1e-6, atol=1e-7)
     (source / "a.JPEG").symlink_to(tmp_path / "nowhere")
-    assert "No such file" in build(source, tmp_path / "cache", allow_count=True).unreadable[2]
+    assert "No such file" in build(source, tmp_path / "cache", allow_count=True).description["unreadable"][2]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a damaged zip open
@@ -159,7 +156,7 @@ def test_what_may_pass_is_not_kept_and_the_work_goes_on(
     extractor, whole = regions(), build(source, tmp_path / "whole")
     found = build(source, tmp_path / "cache", extractor)
     assert 0 < int(extractor.network.calls) < PHOTOS  # type: ignore[arg-type]
-    assert (found.count, found.unreadable, found.identity) == (PHOTOS, [], whole.identity)
+    assert (found.description["count"], found.description["unreadable"], found.identity) == (PHOTOS, [], whole.identity)
     assert torch.equal(found.covariance, whole.covariance)
     # the sample is evenly spaced over all chunks
     images = [np.array(decode(FILES[sorted(FILES)[place]])) for place in (0, 3, 6, 9)]
@@ -248,7 +245,9 @@ def test_cache_is_used_until_files_or_preprocessing_change(
     monkeypatch.setattr(extraction, "LARGEST_BATCH", 3 * 40 * 32)  # bytes of one
     extractor, sizes = regions(), list[int]()
     extractor.network.register_forward_hook(lambda module, given, out: sizes.append(len(out)))
-    assert build(source, tmp_path / "cache", extractor, count=PHOTOS + 3).count == sum(sizes) == PHOTOS + 3
+    assert (
+        build(source, tmp_path / "cache", extractor, count=PHOTOS + 3).description["count"] == sum(sizes) == PHOTOS + 3
+    )
     assert max(sizes) == 2
 
 
@@ -334,7 +333,7 @@ def test_statistics_of_another_tool(tmp_path: Path) -> None:
     sigma[0, 1] *= 1 + 1e-6  # rounding of single precision
     np.savez(tmp_path / "other.npz", mu=expected.mean, sigma=sigma)
     found = build(tmp_path / "other.npz", tmp_path)
-    assert (found.sample, found.count, found.metric_suffix) == (None, None, " (statistics of other.npz)")
+    assert (found.sample, found.description["count"], found.metric_suffix) == (None, None, " (statistics of other.npz)")
     torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.covariance, found.covariance.T)
     expected.save(tmp_path / "ours.npz")
@@ -376,4 +375,4 @@ def test_renders_have_the_classes_of_the_prompts(tmp_path: Path) -> None:
     once, again = (np.stack([*renders(10, chosen).load(0, 10)]) for _ in range(2))  # type: ignore[arg-type]
     assert (once.shape, once.dtype) == ((10, 256, 256, 3), np.uint8) and np.array_equal(once, again)
     found = build("toy", tmp_path, count=6, classes=chosen)
-    assert (found.count, found.metric_suffix) == (6, "")
+    assert (found.description["count"], found.metric_suffix) == (6, "")

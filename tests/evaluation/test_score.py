@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +79,20 @@ def test_altered_pictures_are_named_unfinished_rows_left_out_and_the_baseline_ne
     """Of a run from before a field was added, the identity stays, though its protocol now gives another."""
     run = json.loads((run_dir / "run.json").read_text())
     (run_dir / "run.json").write_text(json.dumps({**run, "identity": "of an earlier version"}))
-    victim = row_of(run_dir, SCORED[2]).image_file(7)
-    Image.new("RGB", (256, 256), "red").save(victim)
-    with pytest.raises(ElfattError, match=r"tome/images/00007.png was altered"):
-        score_run(Run.open(run_dir))
-    victim.unlink()
-    with pytest.raises(ElfattError, match=r"tome/images/00007.png was deleted"):
-        score_run(Run.open(run_dir))
+    row = row_of(run_dir, SCORED[2])
+    victim, lines = row.image_file(7), row.manifest.read_bytes().splitlines(keepends=True)
+    damages: tuple[tuple[Callable[[], object], str], ...] = (
+        (lambda: Image.new("RGB", (256, 256), "red").save(victim), r"tome/images/00007\.png was altered"),
+        (victim.unlink, r"tome/images/00007\.png was deleted"),
+        (lambda: os.mkfifo(victim), r"00007\.png \(it is not a plain file\) cannot be read; put it back"),
+        (lambda: row.manifest.write_bytes(b"".join(lines[:3])), r"lists 3 images; accepted: 32; delete the file"),
+    )
+    for damage, said in damages:
+        damage()
+        with pytest.raises(ElfattError, match=said):
+            score_run(Run.open(run_dir))
     assert not (run_dir / "scores.json").exists()
-    row_of(run_dir, SCORED[2]).manifest.unlink()
+    row.manifest.unlink()
     score_run(Run.open(run_dir))
     scores = scores_of(run_dir)
     assert (list(scores["rows"]), scores["identity"]) == (["sd", "null", "dark"], "of an earlier version")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import mpmath
@@ -13,7 +12,7 @@ from support.runs import moments, normal, spread
 from torch import Tensor
 from torchmetrics.image.kid import poly_mmd
 
-from benchmarks import coverage, scoring
+from benchmarks import coverage
 from benchmarks.coverage import frechet_distance
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import frechet, statistics
@@ -29,12 +28,10 @@ from elfatt_sd.evaluation.statistics import (
     FeatureStatistics,
     cmmd,
     even_classes,
-    is_finite,
     kernel_distance,
     left_out,
     load_moments,
     neighbour_figures,
-    read_array,
     share_interval,
     verdict,
 )
@@ -45,7 +42,6 @@ RUNS = 60
 
 
 def test_streamed_statistics_are_mean_and_covariance_and_survive_the_disk(tmp_path: Path) -> None:
-    """Features in another order would be summed with other rounding, and a run that goes on give other figures."""
     features = (1000 + normal(2000, 5, 1)).float()  # an offset that a sum of squares would lose digits to
     streamed = FeatureStatistics(5)
     for start in range(0, 2000, 7):
@@ -58,15 +54,6 @@ def test_streamed_statistics_are_mean_and_covariance_and_survive_the_disk(tmp_pa
         torch.testing.assert_close(mean, features.double().mean(0), rtol=1e-13, atol=0)
         torch.testing.assert_close(covariance, torch.cov(features.double().T), rtol=1e-9, atol=1e-9)
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
-    rows = normal(3, 4, 0).float().numpy()
-    np.save(tmp_path / "rows.npy", rows)
-    np.save(tmp_path / "columns.npy", np.asfortranarray(rows))
-    assert read_array(tmp_path / "rows.npy", 4) is not None
-    assert read_array(tmp_path / "columns.npy", 4) is None
-    assert is_finite(rows)
-    for odd in (np.nan, np.inf, -np.inf, 1e30):
-        rows[2, 1] = odd
-        assert not is_finite(rows)
 
 
 def test_standard_errors_and_intervals_over_classes() -> None:
@@ -367,16 +354,3 @@ def test_intervals_of_paired_differences_of_neighbours_cover() -> None:
         truth = sum(each.value for each in found) / len(found)
         intervals = [each.interval() for each in found]
         assert sum(ends is not None and ends[0] <= truth <= ends[1] for ends in intervals) >= 37, name
-
-
-def test_the_benchmarks_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["scoring.py", "--counts", "40", "90", "--features", "8", "--reference", "120"])
-    scoring.main()
-    assert "90 images of 8 features" in capsys.readouterr().out
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(sys, "argv", ["coverage.py", "--runs", "2", "--every", "120", "--out", f"{tmp_path}/page.md"])
-    coverage.main()
-    for line in ("| normal | 0.25 | 0 | 0 | 1 |", "| 1 | 0 | 0.1 |", "| 5 | 0.05 |"):
-        assert line in (tmp_path / "page.md").read_text()

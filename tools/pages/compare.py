@@ -69,7 +69,7 @@ def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
     sides = [row.changes[measure].pictures for row in (one, other)]
     if not all(sides):
         raise ElfattError(f"rows {one.name!r} and {other.name!r} have no figures of each image; score the run again.")
-    if len(sides[0]) != len(sides[1]) or one.image_classes != other.image_classes:
+    if len(sides[0]) != len(sides[1]) or one.record.paired.classes != other.record.paired.classes:
         raise ElfattError(f"rows {one.name!r} and {other.name!r} are not of the same prompts.")
     return [None if a is None or b is None else a - b for a, b in zip(*sides, strict=True)]
 
@@ -86,7 +86,7 @@ def _mean(row: Row, differences: Sequence[float | None]) -> Estimate | None:
     if not kept:
         return None
     values = torch.tensor([differences[place] for place in kept], dtype=torch.float64)
-    mean = Mean.mean(values, [row.image_classes[place] for place in kept])
+    mean = Mean.mean(values, [row.record.paired.classes[place] for place in kept])
     return Estimate(mean.value, *(mean.interval() or (None, None)))
 
 

@@ -102,10 +102,10 @@ def _varying(table: Table) -> Table:
     def varies(place: int) -> bool:
         entries = [line.entries[place] for line in table.lines]
         said = {(entry.text, entry.small) for entry in entries if entry.kind not in _GIVEN}
-        return place == 0 or (len(said) > 1 and table.columns[place].title not in _LEFT_OUT)
+        return place == 0 or (len(said) > 1 and table.titles[place] not in _LEFT_OUT)
 
-    kept = [place for place in range(len(table.columns)) if varies(place)]
-    if not any("erdict" in table.columns[place].title for place in kept):  # then no difference is judged
-        kept = [place for place in kept if "difference" not in table.columns[place].title]
+    kept = [place for place in range(len(table.titles)) if varies(place)]
+    if not any("erdict" in table.titles[place] for place in kept):  # then no difference is judged
+        kept = [place for place in kept if "difference" not in table.titles[place]]
     lines = [replace(line, entries=[line.entries[place] for place in kept]) for line in table.lines]
-    return Table([table.columns[place] for place in kept], lines)
+    return Table([table.titles[place] for place in kept], [table.figures[place] for place in kept], lines)

@@ -20,7 +20,6 @@ _FILES = (PAGE, "table.*", "*.png", "written.json")  # the last one of earlier v
 
 
 def write_report(results: Results) -> Path:
-    """Write the report of a scored run to `report` in its folder."""
     folder = results.folder / "report"
     replace_files(folder, report_files(results))
     return folder / PAGE

@@ -112,7 +112,6 @@ class Mark(NamedTuple):
 def _strips(
     results: Results, palette: Palette, marks: Sequence[Mark], label: str, words: tuple[str, str, str]
 ) -> Chart:
-    """Draw marks below each other, the first on top."""
     wide = 1 + results.crowded
     figure, axes = figure_and_axes(0.9 + 0.27 * len(marks), WIDTH * (1.4 if results.crowded else 1))
     axes.set_yticks(range(len(marks)), [shortened(mark.row.name, wide * _NAME) for mark in marks])
@@ -302,7 +301,6 @@ def front(spots: Sequence[Spot], *, low_is_better: bool) -> list[Spot]:
 
 
 def _is_curve(series: Sequence[Spot]) -> bool:
-    """Tell whether rows differ in one number alone."""
     names = {name for spot in series for name in spot.row.settings}
     values = [[spot.row.settings.get(name) for spot in series] for name in names]
     differing = [each for each in values if any(value != each[0] for value in each)]
@@ -365,7 +363,6 @@ class Plot(NamedTuple):
 
 
 def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str]]:
-    """Draw every plot for which the run has figures."""
     with drawing():
         made = [make(results, palette) for make in PLOTS]
         charts = [chart for chart in made if isinstance(chart, Chart)]
@@ -375,7 +372,6 @@ def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str
 
 @contextlib.contextmanager
 def drawing() -> Iterator[None]:
-    """Draw in the style of the report."""
     need("a plot", "matplotlib")
     import matplotlib
 

@@ -24,7 +24,7 @@ from elfatt_sd.evaluation.records import (
 )
 from elfatt_sd.evaluation.run import RESULTS_FILE
 from elfatt_sd.evaluation.statistics import TOO_FEW
-from elfatt_sd.files import checked, is_plain_name
+from elfatt_sd.files import checked
 
 BASELINE, NULL, METHOD = "baseline", "null", "method"
 PARTS = {"end_to_end": "end to end", "unet": "UNet alone"}
@@ -58,7 +58,6 @@ class Row:
             if figure.interval and not is_kernel(name):
                 self.figures[name] = structs.replace(figure, interval=[max(end, 0.0) for end in figure.interval])
         self.changes: dict[str, Changes] = {measure: getattr(record.paired, measure) for measure in MEASURES}
-        self.image_classes = record.paired.classes  # of every image; empty where they were not kept
         self.timed: dict[str, Seconds] = {part: getattr(record.time, part) for part in PARTS}
         self.identical = self.changes["psnr"].identical  # images that equal the baseline's in every pixel
         self.mostly_identical = 2 * (self.identical or 0) > (self.images or 0)
@@ -121,13 +120,6 @@ class Results:
             row.verdict = next(iter(row.verdicts.values()), None)
         timed = (part for part in PARTS if any(row.timed[part].seconds_per_image is not None for row in self.rows))
         self.time_part = next(timed, "end_to_end")  # of the main table
-
-    @property
-    def folder_name(self) -> str:
-        """The name, checked for use as that of a folder."""
-        if not is_plain_name(self.name):
-            raise ElfattError(f"{RESULTS_FILE} has the name {self.name!r}, which cannot be that of a folder.")
-        return self.name
 
     @property
     def hardware(self) -> str:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 class Detail(NamedTuple):
-    """How much of the images a page shows."""
-
     edge: int  # longest side in pixels; smaller images keep their size
     quality: int  # of the WebP file, from 0 to 100
     columns: int  # number of latents in the grid
@@ -71,15 +69,12 @@ class Pictures:
     def _folder(self, row: Row) -> RowFolder:
         return RowFolder(self.results.folder / "cells" / row.cell)
 
-    def latents(self, count: int) -> list[int]:
-        """Choose indices evenly from those that all rows have, unfinished rows left aside."""
+    def grid(self, detail: Detail) -> list[list[Picture]]:
+        """Return the images of latents that all rows have, chosen evenly; unfinished rows are left aside."""
         held = [set(made) for row, made in self.made.items() if not row.failed] or [*map(set, self.made.values())]
         shared = sorted(set.intersection(*held)) if held else []
-        count = min(count, len(shared))
-        return [shared[(2 * place + 1) * len(shared) // (2 * count)] for place in range(count)]
-
-    def grid(self, detail: Detail) -> list[list[Picture]]:
-        latents = self.latents(detail.columns)
+        count = min(detail.columns, len(shared))
+        latents = [shared[(2 * place + 1) * len(shared) // (2 * count)] for place in range(count)]
         return [[self.picture(row, index, detail) for index in latents] for row in self.made if latents]
 
     def most_changed(self, detail: Detail) -> list[tuple[Row, list[tuple[Picture, Picture]]]]:

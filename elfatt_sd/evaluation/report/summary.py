@@ -68,7 +68,6 @@ def findings(results: Results) -> list[str]:
 
 
 def comparison(results: Results) -> str:
-    """Say what the figures can be compared with."""
     if not results.published:
         return "No published table belongs to this protocol; a number means nothing without its protocol's name."
     return (
@@ -146,7 +145,4 @@ def _speed(results: Results) -> str:
     start = "Fastest by the median" if _is_faster(results, best) else "None is shown to be faster; highest median"
     again = results.null and results.null.timed[part].speed
     noise = f"; the null row, untouched again: {_times(again)}" if again else ""
-    kernels = {name for row in results.rows for name in row.time.attention_kernels}
-    mixed = f" Rows attend with different kernels: {join_names(sorted(kernels))}." if len(kernels) > 1 else ""
-    figure = f"{best.name}, {_times(speeds[best])} as fast"
-    return f"{start}, {PARTS[part]}{place}: {figure}{noise}.{mixed}"
+    return f"{start}, {PARTS[part]}{place}: {best.name}, {_times(speeds[best])} as fast{noise}."

@@ -39,8 +39,6 @@ _CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f{_REORDERI
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell of a table."""
-
     text: str  # the figure
     note: str = ""  # its interval or spread, set smaller
     kind: str = "number"  # or `text`, `setting`, `reference`, `missing`, a verdict: `better`, `worse`, `same`, `few`
@@ -52,17 +50,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Column:
-    """A column: its title, and whether it holds figures."""
-
-    title: str
-    figures: bool = True
-
-
-@dataclass(frozen=True)
 class Line:
-    """A row of a table, with an entry for each column."""
-
     row: Row
     entries: list[Entry]
     rule: bool = False  # whether a rule separates it from the row before it
@@ -70,7 +58,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    columns: list[Column]
+    titles: list[str]
+    figures: list[bool]  # whether a column holds figures
     lines: list[Line]
 
 
@@ -118,7 +107,6 @@ def more_table(results: Results) -> Table:
 
 
 def metrics_table(results: Results) -> Table | None:
-    """Build the table of all further metrics; None where there is none."""
     columns: Columns = []
     for name in results.metrics:
         better = next((row.figure(name).better for row in results.rows if row.figure(name).better), "")
@@ -128,8 +116,7 @@ def metrics_table(results: Results) -> Table | None:
 
 def make_table(results: Results, made: Columns) -> Table:
     """Build a table of columns, behind those that name the row."""
-    heads = [Column("Method", figures=False), *(Column(setting_title(name)) for name in results.varied)]
-    columns = [*heads, *(Column(title, "erdict" not in title) for title, _ in made)]
+    titles = ["Method", *map(setting_title, results.varied), *(title for title, _ in made)]
     lines: list[Line] = []
     for row in results.rows:
         note = {BASELINE: "(untouched)", NULL: "(null row)"}.get(row.role, "")
@@ -138,7 +125,7 @@ def make_table(results: Results, made: Columns) -> Table:
         entries += [Entry(DASH, kind="missing") if row.failed else make(row) for _, make in made]
         rule = bool(lines) and (lines[-1].row.label, lines[-1].row.role) != (row.label, row.role)
         lines.append(Line(row, entries, rule))
-    return Table(columns, lines)
+    return Table(titles, [title != "Method" and "erdict" not in title for title in titles], lines)
 
 
 def published_table(results: Results) -> tuple[list[str], list[list[str]]]:
@@ -244,7 +231,7 @@ def time_column(results: Results, part: str) -> tuple[str, Maker]:
     seconds = estimates(
         results,
         lambda row: estimate(row.timed[part].seconds_per_image),
-        reason=lambda row: row.time.failed or row.time.note,
+        reason=lambda row: row.time.failed,
     )
 
     def make(row: Row) -> Entry:
@@ -315,15 +302,12 @@ def plural(count: int, noun: str) -> str:
 # Files.
 
 
-def _texts(table: Table) -> tuple[list[str], list[list[str]]]:
-    """Return the titles and the rows of a table, with notes behind the figures."""
-    titles = [column.title for column in table.columns]
-    return titles, [[f"{entry.text} {entry.small}".strip() for entry in line.entries] for line in table.lines]
+def _texts(table: Table) -> list[list[str]]:
+    return [[f"{entry.text} {entry.small}".strip() for entry in line.entries] for line in table.lines]
 
 
 def to_markdown(table: Table) -> str:
-    """Write a table as GitHub Markdown."""
-    return md_table(*_texts(table), [column.figures for column in table.columns])
+    return md_table(table.titles, _texts(table), table.figures)
 
 
 def md_table(titles: Sequence[str], lines: Sequence[Sequence[str]], figures: Sequence[bool]) -> str:
@@ -351,15 +335,12 @@ _TEX = str.maketrans(
 
 
 def tex_escape(text: str) -> str:
-    """Escape a text for LaTeX, which reads other letters as UTF-8."""
     return " ".join(text.split()).translate(_TEX)
 
 
 def to_latex(table: Table, caption: str, label: str) -> str:
-    """Write a table as plain LaTeX with booktabs."""
-    titles, rows = _texts(table)
-    columns = "".join("r" if column.figures else "l" for column in table.columns)
-    head, *body = (f"    {' & '.join(map(tex_escape, cells))} \\\\" for cells in (titles, *rows))
+    columns = "".join("r" if figures else "l" for figures in table.figures)
+    head, *body = (f"    {' & '.join(map(tex_escape, cells))} \\\\" for cells in (table.titles, *_texts(table)))
     lines = ["% needs \\usepackage{booktabs}", "\\begin{table*}[htbp]", "  \\scriptsize", "  \\centering"]
     lines += ["  \\setlength{\\tabcolsep}{3pt}", f"  \\caption{{{tex_escape(caption)}}}"]
     lines += [f"  \\label{{tab:{re.sub('[^A-Za-z0-9:-]', '-', label)}}}", f"  \\begin{{tabular}}{{{columns}}}"]

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 from PIL import Image
-from support.runs import FAILED, Page, build_run, build_sweep, latex_rows, markdown_tables, picture, save
+from support.runs import FAILED, Page, build_run, latex_rows, markdown_tables, picture, save
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.records import Estimate
@@ -280,12 +280,6 @@ SLIDER = """
   const fetched = performance.getEntriesByType("resource").map((entry) => entry.name);
   told.requests = fetched.filter((name) => !name.startsWith("data:"));
 """.replace("FAILED", FAILED)
-LAYOUT = """
-  const sizes = (selector) => [...document.querySelectorAll(selector)].map((item) => item.getBoundingClientRect());
-  told.heights = sizes("#table tbody th").map((box) => box.height);
-  told.label = sizes("#table tbody th")[0].width / sizes("#table .scroll")[0].width;
-  told.verdict = Math.max(...sizes("#table td .verdict").map((box) => box.right)) - innerWidth;
-"""
 
 
 def probe(folder, report, script, *options):
@@ -338,15 +332,3 @@ def test_the_page_works_light_and_dark(tmp_path_factory):
     assert told["missing"]["hidden"] and "There is no image of Agent-SD 0.5." in told["missing"]["text"]
     assert told["clicked"]["names"][1] == "Agent-SD 0.3" and not told["clicked"]["hidden"]
     assert told["focus"] == "compare-range", "a range input answers to the arrow keys"
-
-
-@in_browser
-@pytest.mark.parametrize("width", [1280, 500])
-@pytest.mark.usefixtures("one_plot")
-def test_a_table_of_forty_long_names_stays_readable(tmp_path, width):
-    build_sweep(tmp_path / "run")
-    told = probe(tmp_path, write_report(load_results(tmp_path / "run")), LAYOUT, f"--window-size={width},900")
-    assert told["problems"] == [] and told["overflow"] <= 0 and len(told["heights"]) == 40
-    assert max(told["heights"]) < 130, "a name takes some lines, not a column of single words"
-    assert told["verdict"] < 0, "the verdict is on the screen"
-    assert width < 704 or told["label"] < 0.5, "the names, which stay in view, leave room for figures"
