@@ -186,13 +186,8 @@ def curve(tuned: Tuned) -> Figure:
         far = abs(proven.mean - tuned.proof.bound)
         error = [[far], [0.0]] if tuned.measure.higher else [[0.0], [far]]
         span = [[proven.times - min(proven.speed)], [max(proven.speed) - proven.times]]
-        style: dict[str, Any] = {
-            "color": _CHOSEN,
-            "markersize": 12,
-            "linewidth": 1,
-            "label": "chosen: mean, promised",
-        }
-        axes.errorbar(proven.times, proven.mean, error, span, "*", **style)
+        style: dict[str, Any] = {"color": _CHOSEN, "markersize": 12, "linewidth": 1}
+        axes.errorbar(proven.times, proven.mean, error, span, "*", label="chosen: mean, promised", **style)
     if tuned.budget.closeness is not None:
         axes.axhline(tuned.budget.closeness, color=INK, linewidth=0.8, linestyle=":", label="asked for")
     if tuned.budget.speed is not None:
