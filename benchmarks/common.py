@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.shown  # noqa: F401  (how results of these scripts look)
-from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.benchmarking.report import markdown, save
+from elfatt_sd.benchmarking.report import Session, markdown
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.files import write_json
 from elfatt_sd.progress import progress_of
 
 
@@ -60,6 +58,4 @@ def run(chosen: argparse.Namespace, bench: Callable[..., Any], **given: Any) -> 
     finally:
         if session.results.get("rows"):
             print(markdown(session.results))
-            if path := session.path():
-                write_json(path, session.results)
-                save(session.results, path)
+            session.write()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.benchmarking import Model, unet_call
-from elfatt_sd.benchmarking.record import Results, Session
+from elfatt_sd.benchmarking.report import Results, Session
 from elfatt_sd.benchmarking.variants import UNPATCHED, Variant, line_up, resolve_methods
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.families import copy_structure

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
 from elfatt_sd.benchmarking import Model, unet_call, units_of
-from elfatt_sd.benchmarking.record import Results, Session
+from elfatt_sd.benchmarking.report import Results, Session
 from elfatt_sd.benchmarking.variants import FLOOR, line_up, resolve_methods
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import synchronize

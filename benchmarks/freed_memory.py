@@ -18,14 +18,12 @@ from pathlib import Path
 import torch
 
 from elfatt_sd.benchmarking import make_model, unet_call
-from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.benchmarking.report import markdown, save
+from elfatt_sd.benchmarking.report import Session, markdown
 from elfatt_sd.benchmarking.variants import KEPT, UNTOUCHED, Variant, single_phases
 from elfatt_sd.cli.console import quiet_libraries
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import Bystanders, keep_freed_memory
 from elfatt_sd.families import copy_structure
-from elfatt_sd.files import write_json
 from elfatt_sd.measure import now, process_peak, timed
 
 MODELS = {"toy": (256, torch.float32), "sd15": (512, torch.bfloat16)}
@@ -98,9 +96,7 @@ def main() -> None:
     for name in chosen.models:
         compare(record, name, chosen.rounds)
     print(markdown(record.results))
-    if path := session.path():
-        write_json(path, record.results)
-        save(record.results, path)
+    session.write()
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elfatt_sd.benchmarking.record import Results, own_part
+from elfatt_sd.benchmarking.report import Results, own_part
 from elfatt_sd.benchmarking.variants import UNPATCHED, is_reference
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 

@@ -42,8 +42,7 @@ from benchmarks.growth import growth
 from benchmarks.merging import merging
 from elfatt_sd.attention.softmax import make_ready, softmax_attention
 from elfatt_sd.benchmarking import Model, fill, make_model, unet
-from elfatt_sd.benchmarking.record import Results, Session
-from elfatt_sd.benchmarking.report import markdown
+from elfatt_sd.benchmarking.report import Results, Session, markdown
 from elfatt_sd.devices import describe_machine, synchronize
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.shapes import Transformer, empty_transformer, empty_unet
@@ -303,7 +302,7 @@ class Suite:
         )
 
     def model(self, name: str) -> Model:
-        """Return a model, whose copies later parts use again; one at a time is kept."""
+        """Return a model; one at a time is kept."""
         if name not in self.models:
             self.models.clear()
             self.models[name] = self.make(name, self.device, pick_dtype("auto", self.device))
@@ -320,7 +319,7 @@ class Suite:
             made = Model(fill(empty_transformer(TINY_FLUX), device, dtype), 8)
         if layout:
             made.unet.to(memory_format=getattr(torch, layout))
-        return Model(made.unet, made.scale, copies={})
+        return made
 
     def correctness(self) -> Results:
         """Compare methods on this device with a CPU in float32: small models, all presets, also in Triton's kernels."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import common
 from elfatt_sd.benchmarking import layer
-from elfatt_sd.benchmarking.record import Results
+from elfatt_sd.benchmarking.report import Results
 from elfatt_sd.measure import Spread
 
 TOKENS = (4096, 9216, 16384, 36864, 65536)

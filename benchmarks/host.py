@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import common
 from elfatt_sd import benchmarking
 from elfatt_sd.attention.ordering import Grid
-from elfatt_sd.benchmarking.record import Results, Session
+from elfatt_sd.benchmarking.report import Results, Session
 from elfatt_sd.benchmarking.variants import (
     PEER,
     Size,

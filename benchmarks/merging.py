@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks import common
 from elfatt_sd.attention.merging import Split, find_candidates, match_candidates, rows_at_once, split_grid
 from elfatt_sd.benchmarking import CHANNELS, tomesd_matching
-from elfatt_sd.benchmarking.record import Results, Session
+from elfatt_sd.benchmarking.report import Results, Session
 from elfatt_sd.benchmarking.variants import grid_side
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.loading import pick_device, pick_dtype

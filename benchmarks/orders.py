@@ -16,10 +16,10 @@ from benchmarks import common
 from benchmarks.errors import DRAWS, Row, measure_errors
 from elfatt_sd.attention.ordering import BlockOrder
 from elfatt_sd.benchmarking import AGENTS, ORDERS
-from elfatt_sd.benchmarking.record import Results, Session
+from elfatt_sd.benchmarking.report import Results, Session
 from elfatt_sd.benchmarking.variants import Size, height_and_width, is_peer, named, read_size
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.drawing.running import check_steps, own_settings, rows_of, warn_if_too_large
+from elfatt_sd.drawing.studio import check_steps, own_settings, rows_of, warn_if_too_large
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.images import weights_sha256
 from elfatt_sd.families import family_of, main_denoiser, step_denoisers

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.goals import verdict
-from elfatt_sd.benchmarking.record import Results
 from elfatt_sd.benchmarking.report import (
     OTHERS,
+    Results,
     clock,
     draw,
     markdown,

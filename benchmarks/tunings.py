@@ -20,7 +20,7 @@ import elfatt_sd
 from elfatt_sd import tuning
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.drawing.pictures import psnr
-from elfatt_sd.drawing.running import draw
+from elfatt_sd.drawing.studio import draw
 from elfatt_sd.files import write_json
 from elfatt_sd.progress import progress_of
 from elfatt_sd.toy.renderer import caption, sample_scenes

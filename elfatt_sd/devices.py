@@ -211,7 +211,6 @@ def keep_freed_memory() -> bool:
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Return versions, processor, accelerator and attention backends as plain data."""
     packages: dict[str, str] = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -33,8 +33,6 @@ _PROCESS_KINDS = {"linux": "VmHWM", "win32": "peak working set", "darwin": "maxi
 
 @dataclass(frozen=True)
 class Turn:
-    """One thing's turn."""
-
     name: str  # of the thing
     number: int  # of the round; those below 0 warm up
     place: int  # within the round, from 1
@@ -277,9 +275,6 @@ class PeakMeter:
         if self._counters is not None:
             return int(self._counters.max_memory_allocated(self.device))
         return process_peak() if self.device.type == "cpu" else None
-
-    def read_reserved(self) -> int | None:
-        return None if self._counters is None else int(self._counters.max_memory_reserved(self.device))
 
 
 @contextmanager

@@ -51,7 +51,6 @@ class Lines:
 def progress_of(
     unit: str, *, every: float = 30.0, title: str = "{}:", at_once: bool = True, shown: bool = True
 ) -> Iterator[Progress]:
-    """Show progress on stderr."""
     if not shown:
         yield lambda name, done, total: None
         return

@@ -34,19 +34,11 @@ MIB = 2**20
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-def test_things_take_turns_and_every_round_starts_with_another() -> None:
-    """A turn runs while it is taken out, so that what is finished can be kept before the next thing begins."""
-    seen: list[str] = []
-    turns = interleave("abc", lambda turn: seen.append(turn.name), range(-1, 2))
-    assert next(turns)[0] == Turn("c", -1, 1)
-    assert seen == ["c"]
-    assert len(list(turns)) == 8 and "".join(seen) == "cab" + "abc" + "bca"
-    assert len(list(interleave("a", lambda turn: 0, range(100), seconds=0))) == 1
-
-
-def test_a_comparison_warms_up_and_takes_turns_and_what_fails_has_no_further_ones() -> None:
+def test_things_take_turns_and_what_fails_has_no_further_ones() -> None:
+    """After a warm-up, every round starts with another thing; it runs while it is taken out, so that what is finished
+    can be kept before the next thing begins."""
     seen: list[Turn] = []
-    lost: list[Any] = []
+    lost, told = list[Any](), list[tuple[int, int]]()
 
     def take(turn: Turn) -> float:
         seen.append(turn)
@@ -54,9 +46,11 @@ def test_a_comparison_warms_up_and_takes_turns_and_what_fails_has_no_further_one
             raise ValueError("no")
         return 1.0 + (turn.name == "slow")
 
-    told: list[tuple[int, int]] = []
-    tell = lambda done, total: told.append((done, total))  # noqa: E731
+    turns = interleave(["slow", "fast"], take, range(-1, 100), seconds=0)
+    assert next(turns) == (Turn("fast", -1, 1), 1.0) and len(seen) == 1 and [turn.name for turn, _ in turns] == ["slow"]
+    seen.clear()
     names = ["slow", "broken", "fast"]
+    tell = lambda done, total: told.append((done, total))  # noqa: E731
     compared = Comparison([*names], take, 2, tell, lambda name, error: lost.append((name, str(error))))
     compared.warm_up()
     compared.run()
@@ -159,7 +153,7 @@ def test_the_peak_that_each_system_tells(monkeypatch: pytest.MonkeyPatch, platfo
     monkeypatch.setattr(measure.psutil, "Process", lambda: SimpleNamespace(memory_info=lambda: info))
     monkeypatch.setattr(measure, "synchronize", lambda device: None)
     meter = PeakMeter(CPU)
-    assert ((meter.kind, meter.read()), meter.read_reserved()) == (expected, None)
+    assert (meter.kind, meter.read()) == expected
     assert PeakMeter(torch.device("mps")).kind is PeakMeter(torch.device("mps")).read() is None
 
 

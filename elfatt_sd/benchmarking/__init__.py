@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from elfatt_sd.attention.ordering import BLOCK_ORDERS, Grid
-from elfatt_sd.benchmarking.record import Results, Session
+from elfatt_sd.benchmarking.report import Results, Session
 from elfatt_sd.benchmarking.variants import (
     AUTOTUNED,
     COMPILED,
@@ -37,7 +37,7 @@ from elfatt_sd.benchmarking.variants import (
 )
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import standard_normal
-from elfatt_sd.drawing.running import check_steps, dimensions_of, exact_size, look_at, warn_if_too_large
+from elfatt_sd.drawing.studio import check_steps, dimensions_of, exact_size, look_at, warn_if_too_large
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.families.base import PlainProjections
@@ -78,13 +78,8 @@ VAE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Model:
-    """A denoiser and what its inputs look like."""
-
     unet: nn.Module  # the denoiser, a UNet or a transformer of a known family
     scale: int  # pixels of the image to one of the latent, on each side
-    # where copies that share its weights are kept, by what was made of them, for benchmarks that follow; None makes
-    # them for each
-    copies: dict[Any, Any] | None = None
 
     def inputs(self, size: Size, batch: int) -> dict[str, Any]:
         """Return the keyword arguments of a UNet call for images of `size` pixels."""
@@ -379,12 +374,9 @@ def unet(
 def units_of(made: Model, variants: Mapping[str, Variant], lose: Callable[[str, Exception], object]) -> dict[str, Any]:
     """Put every variant on its own copy of the model; what cannot be put there is lost."""
     units: dict[str, Any] = {}
-    kept = {} if made.copies is None else made.copies
     for name, variant in variants.items():
         try:
-            if variant not in kept:
-                kept[variant] = variant.install(copy_structure(made.unet))
-            units[name] = kept[variant]
+            units[name] = variant.install(copy_structure(made.unet))
         except Exception as error:
             lose(name, error)
     if any(variant.compiled for variant in variants.values()):

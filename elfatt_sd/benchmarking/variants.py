@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from elfatt_sd import errors as checks
 from elfatt_sd.config import METHODS, Method, PatchConfig, method_named, method_names, warn_without_effect
@@ -75,7 +75,6 @@ def is_peer(name: str) -> bool:
 
 
 def is_reference(name: str) -> bool:
-    """Tell whether a row is one to compare with."""
     plain = plain_name(name)
     return plain == UNPATCHED or is_peer(plain) or plain.startswith((FLOOR, EXACT_THROUGH))
 
@@ -113,13 +112,9 @@ def forget_matchings(unet: nn.Module) -> None:
         call.matchings.clear()
 
 
-def no_attention(attn: nn.Module, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    return torch.zeros_like(hidden_states)
-
-
 def _leave_out(layer: SelfAttention) -> None:
     """Let a layer that is as it was made give zeros."""
-    processor: Any = no_attention
+    processor: Any = lambda attn, hidden_states, *_, **__: torch.zeros_like(hidden_states)  # noqa: E731
     if layer.joint:
         original = layer.processor
         zeros = with_attention(type(original), lambda exact, query, *_, **__: torch.zeros_like(query))
@@ -130,8 +125,6 @@ def _leave_out(layer: SelfAttention) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a UNet."""
-
     kind: str  # `untouched`, a peer with its settings, `floor` (the patched layers give zeros), or `patch`
     # of the patch; for `tomesd` only what `PEER_SETTINGS` names is used, for `floor` only the layers
     config: PatchConfig = dataclasses.field(default_factory=PatchConfig)
@@ -188,8 +181,6 @@ UNTOUCHED = Variant(UNPATCHED)
 
 @dataclass(frozen=True)
 class Run:
-    """Of which timed variants a method's run is made."""
-
     parts: tuple[tuple[str, int], ...]  # names of variants, each with its number of steps of `STEPS`
     floor: str | None = None  # the floor of the levels that the method patches
 
@@ -402,7 +393,6 @@ def height_and_width(size: Size) -> tuple[int, int]:
 
 
 def grid_side(tokens: int) -> int:
-    """Return the side of a square grid."""
     side = math.isqrt(max(tokens, 0))
     if tokens < 1 or side * side != tokens:
         raise ElfattError(f"tokens={tokens} is not accepted; give the number of tokens of a square grid.")

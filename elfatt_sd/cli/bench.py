@@ -179,10 +179,8 @@ def _run(name: str, session: dict[str, Any], **options: Any) -> None:
         if not options.get(option, 1.0) > 0:
             raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")
     from elfatt_sd import benchmarking
-    from elfatt_sd.benchmarking.record import Session
-    from elfatt_sd.benchmarking.report import markdown, save, show
+    from elfatt_sd.benchmarking.report import Session, markdown, show
     from elfatt_sd.benchmarking.variants import read_size
-    from elfatt_sd.files import write_json
     from elfatt_sd.loading import check_model, pick_device, pick_dtype
 
     pick_dtype(options["dtype"], pick_device(options["device"]))
@@ -206,9 +204,8 @@ def _run(name: str, session: dict[str, Any], **options: Any) -> None:
                 print(markdown(results), end="")
             else:
                 show(results, output())
-            if results["rows"] and (path := made.path()):
-                write_json(path, results)
-                print("\n".join(map(str, [path, *save(results, path)])))
+            for path in made.write() if results["rows"] else ():
+                print(path)
     if results and not results["rows"]:  # nothing fitted into memory, as is told
         raise typer.Exit(FAILURE)
 

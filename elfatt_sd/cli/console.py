@@ -28,7 +28,6 @@ class OneLineErrors(TyperGroup):
     """The root command: every error is one line on stderr and an exit code; `--debug` adds the traceback."""
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **_: Any) -> Any:  # type: ignore[override]
-        """Run the command line and exit."""
         words = list(sys.argv[1:] if args is None else args)
         end = words.index("--") if "--" in words else len(words)
         if debug := "--debug" in words[:end]:  # wherever it stands
@@ -51,7 +50,6 @@ class OneLineErrors(TyperGroup):
 
 
 def _report(error: Exception, debug: bool) -> int:
-    """Print an error as one line and return its exit code."""
     if isinstance(error, ElfattError):
         complain(str(error))
         return FAILURE if isinstance(error, ElfattFailure) else WRONG_USE

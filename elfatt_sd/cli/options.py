@@ -44,8 +44,6 @@ _patch = functools.partial(typer.Option, rich_help_panel="The patch")
 
 @dataclass
 class Patch:
-    """A method and its settings."""
-
     method: Annotated[
         str | None,
         _patch(

@@ -13,8 +13,7 @@ from PIL import Image
 
 from elfatt_sd.config import METHODS, UNTOUCHED, PatchConfig, known_method
 from elfatt_sd.drawing.pictures import psnr, side_by_side
-from elfatt_sd.drawing.running import Shot
-from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Studio, free_name, write_image
+from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Shot, Studio, free_name, write_image
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers
 from elfatt_sd.measure import Comparison, Spread, Turn, mean_words, ratios
@@ -31,8 +30,6 @@ BUSY_TITLE = "the machine was busy: the speeds, and which method is the fastest,
 
 @dataclass(frozen=True)
 class Row:
-    """What a method did."""
-
     method: str  # its name
     picture: Image.Image  # its image
     times: tuple[float, ...]  # seconds from prompt to image, by round
@@ -177,7 +174,6 @@ class Trial:
         return write_image(free_name(folder, self.prompt), strip, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, ready for JSON."""
         record = self.studio.record(self.prompt, self.seed, self.shots[UNTOUCHED])
         of_one = ("method", "config", "autotune", "seconds", "peak_memory_bytes", "peak_memory")
         rows = [

@@ -15,7 +15,7 @@ from elfatt_sd.config import METHODS, UNTOUCHED, PatchConfig, method_named
 from elfatt_sd.drawing.compare import Trial, pair
 from elfatt_sd.drawing.studio import OnStep, Request, Studio
 from elfatt_sd.errors import ElfattError, in_plain_words
-from elfatt_sd.patch import plan, remove_patch
+from elfatt_sd.patch import plan
 from elfatt_sd.toy import PROMPT
 
 TITLE = "elfatt-sd: untouched and patched"
@@ -102,10 +102,7 @@ def draw_for_page(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trial = Trial(Studio(pipe, request, Path(), tell), [config], 1, again=True)
-            remove_patch(pipe)
-            trial.warm_up()
-            for name in (*trial.configs, UNTOUCHED):  # a faulty image is shown, and said to be one
-                trial.times[name].append(trial.draw(name).seconds)
+            trial.run()
         untouched, own, *said = pair(trial)
         planned = plan(pipe, config, height=own.picture.height, width=own.picture.width)
     except Exception as error:

@@ -18,8 +18,6 @@ TOLERANCE = 1e-5  # of attention in float32
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
-
     name: str  # what was looked at
     value: str  # what was found
     # `missing` is needed; what is `optional` is not there, and not needed

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from elfatt_sd.drawing.running import rows_of, tell_cut_prompts
+from elfatt_sd.drawing.studio import rows_of, tell_cut_prompts
 from elfatt_sd.errors import ElfattError, is_out_of_memory, need
 from elfatt_sd.evaluation.extraction import check_shared, gathered, process_state
 from elfatt_sd.evaluation.images import (

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from elfatt_sd.devices import plain_defaults
-from elfatt_sd.drawing.running import tell_cut
+from elfatt_sd.drawing.studio import tell_cut
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation import features as vision
 from elfatt_sd.evaluation.extraction import Images

@@ -21,8 +21,7 @@ from torch import nn
 
 from elfatt_sd.config import PatchConfig, method_named
 from elfatt_sd.devices import device_name
-from elfatt_sd.drawing.running import check_steps, own_settings, taken, tell_cut_prompts
-from elfatt_sd.drawing.studio import check_run, versions
+from elfatt_sd.drawing.studio import check_run, check_steps, own_settings, taken, tell_cut_prompts, versions
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.families import find_denoisers, main_denoiser
 from elfatt_sd.measure import Comparison, Turn, busy, ratios
@@ -173,7 +172,7 @@ def tune(
             budget=budget,
             measure=measure,
             proof=proof,
-            nearest=search.nearest,
+            nearest=max(search.proofs, key=lambda each: measure.sign * each.bound, default=None),
             points=tuple(search.points),
             curve=tuple(search.curve),
             untouched_seconds=search.seconds,
@@ -237,7 +236,6 @@ class Search:
         first, *others = self.samples
         recorded = self.runs.draw_recorded(first)
         drawn = self.store.drawn(first, lambda: recorded)
-        self.measure.between(drawn, recorded)  # a metric that fails does so at once
         again = self.runs.draw(first)
         if not drawn.same(recorded) and recorded.same(again):
             shutil.rmtree(self.store.folder, ignore_errors=True)  # the model repeats itself: it is another one
@@ -341,7 +339,7 @@ class Search:
         expected = SPREAD_KNOWN if self.measure.name == "PSNR" else 0
         squares = expected * SPREAD**2 + len(known) * statistics.pvariance(known or [0.0])
         spread = math.sqrt(squares / max(1, expected + len(known) - 1))
-        sign, aims = 1 if self.measure.higher else -1, []
+        sign, aims = self.measure.sign, []
         if self.budget.closeness is not None:
             aims.append(sign * self.budget.closeness + SURE * spread / math.sqrt(len(self.held_out)))
         if self.budget.lowest is not None:
@@ -392,17 +390,13 @@ class Search:
             following = self._at(choice.psnr - room + NEAR / 2) if room > NEAR else choice
         else:
             lacks = max(aim - mean, -math.inf if budget.lowest is None else budget.lowest - proof.lowest)
-            following = self._at(choice.psnr + max(LEAST_LACK, lacks / self._slope()))
+            known = [(each.point.predicted, each.point.mean) for each in self.proofs]
+            proved = [(predicted, mean) for predicted, mean in known if predicted is not None and math.isfinite(mean)]
+            slope = 1.0  # dB of held-out images for each that is predicted, by the last two proofs
+            if len(proved) > 1 and proved[-1][0] != proved[-2][0]:
+                slope = (proved[-1][1] - proved[-2][1]) / (proved[-1][0] - proved[-2][0])
+            following = self._at(choice.psnr + max(LEAST_LACK, lacks / min(1.0, max(LEAST_SLOPE, slope))))
         return None if following.psnr == choice.psnr else following
-
-    def _slope(self) -> float:
-        """Return the dB of held-out images for each that is predicted, by the last two proofs."""
-        known = [(proof.point.predicted, proof.point.mean) for proof in self.proofs]
-        proved = [(predicted, mean) for predicted, mean in known if predicted is not None and math.isfinite(mean)]
-        if len(proved) < 2 or proved[-1][0] == proved[-2][0]:
-            return 1.0
-        slope = (proved[-1][1] - proved[-2][1]) / (proved[-1][0] - proved[-2][0])
-        return min(1.0, max(LEAST_SLOPE, slope))
 
     # What is run and proved.
 
@@ -456,12 +450,6 @@ class Search:
                 f"promised {near.speed_bound:.2f} times as fast, and {near.words()}. Ask for less of either."
             )
         return None
-
-    @property
-    def nearest(self) -> Proof | None:
-        """The closest configuration that was proved."""
-        sign = 1 if self.measure.higher else -1
-        return max(self.proofs, key=lambda each: sign * each.bound, default=None)
 
     def prove_config(self, name: str, config: PatchConfig, predicted: float | None) -> Proof:
         """Draw held-out images, until they say whether a configuration keeps to the budget.

@@ -133,8 +133,6 @@ def _tensors(output: Any) -> list[Tensor]:
 
 @dataclass
 class LayerFigures:
-    """What was measured in a layer."""
-
     bases: list[Phase]  # the approximations
     # numbers of those that ran out of memory, or gave values that are not finite
     lost: set[int] = field(default_factory=set)
@@ -218,12 +216,12 @@ class Stretch:
         return [end - start for start, end in itertools.pairwise([self.first, *inner, self.last + 1])]
 
 
-class Probe:
+class Probe(ExactRun):
     """Measures within a `with` block, while the pipeline runs."""
 
     def __init__(self, pipe: Any, stretches: list[Stretch], *, effects: int = 0, scale: float | None = None) -> None:
         self._denoisers = find_denoisers(pipe)
-        self._run = ExactRun(pipe, self._denoisers, self._after_layer, self._after_call)
+        super().__init__(pipe, self._denoisers, self._see_layer, self._see_call)
         self._stretches = stretches
         self._effects = effects
         self._scale = scale
@@ -231,20 +229,12 @@ class Probe:
         self._latest: dict[str, tuple[int, float]] = {}  # by layer, an approximation and its squared error
         self.figures: dict[str, LayerFigures] = {}
 
-    def __enter__(self) -> Probe:
-        self._run.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._run.__exit__()
-        self._kept.clear()
-
     def _place(self, step: int) -> tuple[int, int] | None:
         """Return the stretch of a step that is measured, and the steps since its first one."""
         places = ((number, step - stretch.first) for number, stretch in enumerate(self._stretches))
         return next((place for place in places if place[1] in self._stretches[place[0]].probed), None)
 
-    def _after_layer(self, state: LayerCall, again: Callable[[], Any], output: Any) -> None:
+    def _see_layer(self, state: LayerCall, again: Callable[[], Any], output: Any) -> None:
         place = self._place(state.call.step)
         if place is None:
             return
@@ -268,7 +258,7 @@ class Probe:
             with _loses(figures, number):  # its draws are those of the steps that share, its time has them in it
                 draws = _Seen()
                 with Stopwatch(exact.joined.device) as watch:
-                    made = self._run.approximate(state, again, phase, self._stretches[place[0]].first, ahead=draws)
+                    made = self.approximate(state, again, phase, self._stretches[place[0]].first, ahead=draws)
                 figures.ratios[number].append(watch.seconds / figures.seconds[-1])
                 figures.fresh.update({number} if draws.fresh or phase.dense else ())
                 error = exact - rows_of(made, self._scale, copies)
@@ -286,7 +276,7 @@ class Probe:
             return None
         best, limit = None, _FASTER
         for dtype in _MORE_PRECISE_FIRST:
-            rounded = functools.partial(self._run.approximate, state, again, DENSE[dtype], state.call.step)
+            rounded = functools.partial(self.approximate, state, again, DENSE[dtype], state.call.step)
             with contextlib.suppress(RuntimeError, TypeError):  # the device cannot, or its memory is full
                 if not image_of(rounded(), state).isfinite().all():
                     continue
@@ -312,7 +302,7 @@ class Probe:
             left = float((part.joined - known.given).square().mean()) * values / size
             figures.errors[stretch, key[2], since, True].append(left)
 
-    def _after_call(self, call: Call, again: Callable[[], Any], output: Any) -> None:
+    def _see_call(self, call: Call, again: Callable[[], Any], output: Any) -> None:
         """Measure what an error of each layer does to the denoiser's output."""
         place = self._place(call.step)
         slow, stretches = slow_layers(self.figures), len(self._stretches)

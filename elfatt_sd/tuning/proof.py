@@ -73,7 +73,6 @@ class Budget:
         return close and (self.speed is None or point.times >= self.speed)
 
     def words(self, measure: Measure) -> str:
-        """Return it for people."""
         parts, bound = [], "at least" if measure.higher else "at most"
         if self.closeness is not None:
             parts.append(f"{measure.words(self.closeness)} {bound}")
@@ -93,12 +92,9 @@ def check_wanted(
     closeness, lowest = budget.closeness, budget.lowest
     if not callable(metric):
         checks.choice("metric", metric, METRICS)
-        least, most = _RANGES.get(metric, (0.0, math.inf))
-        near = " (in dB; 8-bit images that are not identical end near 60 to 90)" * (metric == "psnr")
         for name, value in (("closeness", closeness), ("lowest", lowest)):
-            if value is not None and not least <= value <= most:
-                span = f"{least:g} at least" if value < least else f"{most:g} at most"
-                raise ElfattError(f"{name}={value:g} is not accepted; metric={metric!r} gives {span}{near}.")
+            if value is not None:
+                checks.real(f"metric={metric!r} with {name}", value, *_RANGES.get(metric, (0.0, math.inf)))
     if closeness is not None and lowest is not None and (lowest > closeness) is (metric not in ("lpips", "dists")):
         asked = f"the mean, closeness={closeness:g}"
         raise ElfattError(f"lowest={lowest:g} is not accepted; the worst image cannot be closer than {asked}.")
@@ -106,17 +102,13 @@ def check_wanted(
     written = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
     if prompts is not None and (not written or len(set(words)) < 2):
         raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
-    if type(images) is int and images < FEWEST:
-        raise ElfattError(f"images={images} is not accepted; fewer than {FEWEST} images promise nothing of a mean.")
-    checks.whole("images", images, FEWEST)
+    checks.whole("images", images, FEWEST)  # fewer promise nothing of a mean
     if frames is not None:
         checks.whole("frames", frames, 1)
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How far two images are apart."""
-
     name: str  # of the measure
     compare: Compare  # gives a number for an untouched image and another one of its size
     higher: bool = True  # whether a higher number is closer
@@ -149,8 +141,12 @@ class Measure:
             return "identical"
         return f"{self.name} {value:.{self.digits}f}{' ' * bool(self.unit)}{self.unit}"
 
+    @property
+    def sign(self) -> int:
+        return 1 if self.higher else -1
+
     def keeps(self, value: float, asked: float) -> bool:
-        return value >= asked if self.higher else value <= asked
+        return self.sign * value >= self.sign * asked
 
 
 def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "cpu") -> Measure:
@@ -185,8 +181,6 @@ def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "
 
 @dataclass(frozen=True)
 class Point:
-    """A configuration that was run."""
-
     name: str  # of it, for tables and plots
     config: PatchConfig  # it
     predicted: float | None  # its predicted PSNR in dB; None for what was not chosen by prediction
@@ -295,7 +289,7 @@ class Proof:
     @property
     def bound(self) -> float:
         """The mean closeness that is promised."""
-        return self._sign * self.promise.bound(self._close)
+        return self.measure.sign * self.promise.bound(self._close)
 
     @property
     def speed_bound(self) -> float:
@@ -317,7 +311,7 @@ class Proof:
         """Tell whether further images would hardly change that it does not hold."""
         asked, speed = budget.closeness, budget.speed
         return (
-            (asked is not None and self.promise.hopeless(self._close, self._sign * asked))
+            (asked is not None and self.promise.hopeless(self._close, self.measure.sign * asked))
             or (speed is not None and self.promise.hopeless(self._speeds, math.log(speed)))
             or not self._fits(budget)
         )
@@ -329,7 +323,6 @@ class Proof:
         return close and peak_of(self.tuned) <= most
 
     def words(self) -> str:
-        """Return what is promised, and what was seen, for people."""
         words, images, digits = self.measure.words, len(self.samples), self.measure.digits
         return (
             f"{words(self.bound)} promised ({self.confidence:.0%} confidence, {images} images): mean "
@@ -337,12 +330,8 @@ class Proof:
         )
 
     @property
-    def _sign(self) -> int:
-        return 1 if self.measure.higher else -1
-
-    @property
     def _close(self) -> list[float]:
-        return [self._sign * value for value in self.point.closeness]
+        return [self.measure.sign * value for value in self.point.closeness]
 
     @property
     def _speeds(self) -> list[float]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.drawing.pictures import Pixels
-from elfatt_sd.drawing.running import Shot, dimensions_of, draw, exact_size, guidance_options, taken
+from elfatt_sd.drawing.studio import Shot, dimensions_of, draw, exact_size, guidance_options, taken
 from elfatt_sd.errors import ElfattError, ElfattFailure, is_out_of_memory
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import cache_folder, write_json
@@ -56,7 +56,6 @@ class Drawn:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Drawn:
-        """Read what `to_dict` gave."""
         files = (io.BytesIO(base64.b64decode(each)) for each in data["frames"])
         return cls(tuple(Image.open(file).convert("RGB") for file in files), data["seconds"], data["peak"])
 
@@ -83,8 +82,6 @@ class Deviation(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """How the pipeline is called."""
-
     steps: int  # denoising steps
     guidance: float | None = None  # the scale; None where the pipeline has none
     height: int | None = None  # in pixels; None is the model's own

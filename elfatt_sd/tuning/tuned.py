@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elfatt_sd.config import LayerPhases, PatchConfig
-from elfatt_sd.drawing.pictures import side_by_side
 from elfatt_sd.errors import need
 from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, drawing, to_png
 from elfatt_sd.evaluation.report.page import STYLE, flatten, page_template
@@ -35,8 +34,6 @@ UNTOUCHED = PatchConfig("untouched")
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `tune` found."""
-
     config: PatchConfig  # the settings; without phases where the pipeline is best left untouched
     budget: Budget  # what was asked for
     measure: Measure  # how closeness was measured
@@ -59,7 +56,34 @@ class Tuned:
 
     def report(self, folder: str | os.PathLike[str]) -> Path:
         """Write a page with the curve, the map of the choices, and images side by side, and return its path."""
-        return write_page(self, Path(folder))
+        need("the page of a tuning", "jinja2", "matplotlib")
+        from markupsafe import Markup
+
+        with drawing():
+            plots = {"curve": to_png(curve(self))}
+            if self.config.per_layer:
+                plots["choices"] = to_png(choices(self))
+        pairs = []
+        if proof := self.proof:
+            for number in proof.order:
+                pair = {"untouched": proof.untouched[number], "tuned": proof.tuned[number]}
+                images = {name: _uri(png(drawn.frames[0], _SIDE)) for name, drawn in pair.items()}
+                close = self.measure.words(proof.point.closeness[number])
+                pairs.append({**proof.samples[number]._asdict(), **images, "closeness": close})
+        page = page_template(Path(__file__).with_name("page.html.j2")).render(
+            tuned=self,
+            lines=self.lines(),
+            plots={name: _uri(data) for name, data in plots.items()},
+            pairs=pairs,
+            layers=[(own.layers, _stretches(own)) for own in self.config.per_layer],
+            facts=flatten(self.record),
+            style=Markup(STYLE.read_text(encoding="utf-8")),
+        )
+        for name, data in plots.items():
+            write_file(Path(folder, f"{name}.png"), data)
+        path = Path(folder, "index.html")
+        write_file(path, page.encode("utf-8"))
+        return path
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON; values that are not finite are null."""
@@ -87,7 +111,6 @@ class Tuned:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
-        """Return what was found in lines."""
         words, proof, asked = self.measure.words, self.proof, f"asked for: {self.budget.words(self.measure)}"
         if proof is None:
             why = "no choice that is as close as asked was faster in the images that were drawn"
@@ -163,13 +186,8 @@ def curve(tuned: Tuned) -> Figure:
         far = abs(proven.mean - tuned.proof.bound)
         error = [[far], [0.0]] if tuned.measure.higher else [[0.0], [far]]
         span = [[proven.times - min(proven.speed)], [max(proven.speed) - proven.times]]
-        style: dict[str, Any] = {
-            "color": _CHOSEN,
-            "markersize": 12,
-            "linewidth": 1,
-            "label": "chosen: mean, promised",
-        }
-        axes.errorbar(proven.times, proven.mean, error, span, "*", **style)
+        style: dict[str, Any] = {"color": _CHOSEN, "markersize": 12, "linewidth": 1}
+        axes.errorbar(proven.times, proven.mean, error, span, "*", label="chosen: mean, promised", **style)
     if tuned.budget.closeness is not None:
         axes.axhline(tuned.budget.closeness, color=INK, linewidth=0.8, linestyle=":", label="asked for")
     if tuned.budget.speed is not None:
@@ -228,42 +246,6 @@ def _stretches(own: LayerPhases) -> str:
     pairs = zip(starts, own.phases, strict=False)
     parts = [f"{start:.0%} to {phase.until:.0%}: {_short(phase)}" for start, phase in pairs]
     return "; ".join(parts).replace("\n", ", ")
-
-
-def write_page(tuned: Tuned, folder: Path) -> Path:
-    """Write `index.html` and the plots, and return the page's path."""
-    need("the page of a tuning", "jinja2", "matplotlib")
-    from markupsafe import Markup
-
-    with drawing():
-        plots = {"curve": to_png(curve(tuned))}
-        if tuned.config.per_layer:
-            plots["choices"] = to_png(choices(tuned))
-    pairs, pictures, captions = [], [], []
-    if proof := tuned.proof:
-        close = [tuned.measure.words(value) for value in proof.point.closeness]
-        for number in proof.order:
-            frames = proof.untouched[number].frames[0], proof.tuned[number].frames[0]
-            untouched, other = (_uri(png(frame, _SIDE)) for frame in frames)
-            sample = proof.samples[number]._asdict()
-            pairs.append({**sample, "closeness": close[number], "untouched": untouched, "tuned": other})
-        for what, number in {"worst": proof.order[0], "median": proof.order[len(proof.order) // 2]}.items():
-            pictures += [proof.untouched[number].frames[0], proof.tuned[number].frames[0]]
-            captions += [("untouched", proof.samples[number].prompt), (f"tuned, {what}", close[number])]
-        plots["images"] = png(side_by_side(pictures, captions, columns=2))
-    page = page_template(Path(__file__).with_name("page.html.j2")).render(
-        tuned=tuned,
-        lines=tuned.lines(),
-        plots={name: _uri(data) for name, data in plots.items()},
-        pairs=pairs,
-        layers=[(own.layers, _stretches(own)) for own in tuned.config.per_layer],
-        facts=flatten(tuned.record),
-        style=Markup(STYLE.read_text(encoding="utf-8")),
-    )
-    for name, data in plots.items():
-        write_file(folder / f"{name}.png", data)
-    write_file(folder / "index.html", page.encode("utf-8"))
-    return folder / "index.html"
 
 
 def _uri(data: bytes) -> str:

@@ -194,7 +194,6 @@ def watch(
 
 
 def check_wanted(step: int | None, at: Sequence[float]) -> None:
-    """Check what `watch` is given."""
     if step is not None:
         checks.whole("step", step, 1)
     if len(at) != 2 or not all(0 <= part <= 1 for part in at):
@@ -214,7 +213,6 @@ class _Watcher:
     done: set[int] = field(default_factory=set)
 
     def install(self, undo: contextlib.ExitStack) -> None:
-        """Watch, until the stack is closed."""
 
         def keep(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
             self.block_input = args[0]

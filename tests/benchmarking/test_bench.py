@@ -27,8 +27,7 @@ from elfatt_sd import benchmarking
 from elfatt_sd.attention import merging
 from elfatt_sd.attention.ordering import BLOCK_ORDERS
 from elfatt_sd.benchmarking import Model, _peak, layer, layer_phases, make_pipeline, pipeline, twin, unet, unet_call
-from elfatt_sd.benchmarking.record import Session, make_rows, own_part
-from elfatt_sd.benchmarking.report import markdown, show
+from elfatt_sd.benchmarking.report import Session, make_rows, markdown, own_part, show
 from elfatt_sd.benchmarking.variants import (
     AUTOTUNED,
     COMPILED,

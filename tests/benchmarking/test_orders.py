@@ -19,8 +19,7 @@ import elfatt_sd
 from benchmarks import orders as module
 from benchmarks.errors import measure_errors
 from benchmarks.orders import joint_configs, orders
-from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.benchmarking.report import markdown, save
+from elfatt_sd.benchmarking.report import Session, markdown, save
 from elfatt_sd.config import LayerPhases, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers, main_denoiser

@@ -16,10 +16,14 @@ from support import tiny_transformers
 from support.checks import like
 
 from elfatt_sd import ElfattError, PatchConfig
-from elfatt_sd.drawing import running
-from elfatt_sd.drawing.running import (
+from elfatt_sd.drawing import studio
+from elfatt_sd.drawing.studio import (
+    Request,
+    Result,
+    Studio,
     check_text_to_image,
     dimensions_of,
+    free_name,
     guidance_options,
     rows_of,
     taken,
@@ -27,7 +31,6 @@ from elfatt_sd.drawing.running import (
     warn_if_too_large,
     watched,
 )
-from elfatt_sd.drawing.studio import Request, Result, Studio, free_name
 from elfatt_sd.families.shapes import TRANSFORMERS, dimensions_of_transformer
 
 GIB = 2**30
@@ -169,7 +172,7 @@ def test_names_are_safe_and_short(tmp_path: Path) -> None:
 @pytest.fixture
 def needs(monkeypatch: pytest.MonkeyPatch) -> Needs:
     """What is told that images need, in GiB, where nothing is free."""
-    monkeypatch.setattr(running, "memory_of", lambda device: (1e9 * GIB, -1.0))
+    monkeypatch.setattr(studio, "memory_of", lambda device: (1e9 * GIB, -1.0))
 
     def need(pipe: Any, *size: int | None, **options: Any) -> float:
         with pytest.warns(UserWarning, match=r"needs about ([\d.,]+) GiB") as told:
@@ -182,7 +185,7 @@ def needs(monkeypatch: pytest.MonkeyPatch) -> Needs:
 def test_what_cannot_fit_is_warned_of(pipe: Any, monkeypatch: pytest.MonkeyPatch, needs: Needs) -> None:
     small, large, many = needs(pipe, 8192, 8192), needs(pipe, 16384, 16384), needs(pipe, 8192, 8192, batch=4)
     assert large == pytest.approx(4 * small, rel=0.01) and many == pytest.approx(4 * small, rel=0.01)
-    monkeypatch.setattr(running, "memory_of", lambda device: (2 * GIB, 1 * GIB))
+    monkeypatch.setattr(studio, "memory_of", lambda device: (2 * GIB, 1 * GIB))
     warn_if_too_large(pipe, None, None, rows=2)
     with pytest.warns(UserWarning, match=r"a batch of 500 at 1024x1024 .* 1\.0 are free on cpu: it may fail"):
         warn_if_too_large(pipe, 1024, 1024, rows=2, batch=500)

@@ -28,8 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
 from elfatt_sd.attention import softmax
-from elfatt_sd.benchmarking.record import Results
-from elfatt_sd.benchmarking.report import clock, save
+from elfatt_sd.benchmarking.report import Results, clock, save
 from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.families import find_denoisers, find_layers, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.methods import Grid

@@ -12,8 +12,7 @@ import pytest
 from support import runs
 
 from benchmarks.merging import merging
-from elfatt_sd.benchmarking.record import Session
-from elfatt_sd.benchmarking.report import save
+from elfatt_sd.benchmarking.report import Session, save
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report import charts, load_results, write_report, written_tables
 from elfatt_sd.evaluation.report.data import Results

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from elfatt_sd import measure as clock
-from elfatt_sd.drawing import running
+from elfatt_sd.drawing import studio
 from elfatt_sd.tuning import probe
 
 PROMPTS = ["a cat", "a dog", "a red star", "two birds"]
@@ -36,7 +36,7 @@ class Counted:
 
 @pytest.fixture(autouse=True)
 def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (clock, probe, running):
+    for module in (clock, probe, studio):
         monkeypatch.setattr(module, "Stopwatch", Counted)
     monkeypatch.setattr(probe, "_MORE_PRECISE_FIRST", ())  # kernels of some dtypes are not counted
 

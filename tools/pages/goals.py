@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.goals import KEPT, few_rounds, greatest_peak, verdict
-from elfatt_sd.benchmarking.record import Results, own_part
-from elfatt_sd.benchmarking.report import spread
+from elfatt_sd.benchmarking.report import Results, own_part, spread
 from elfatt_sd.benchmarking.variants import PEER, UNPATCHED
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.files import read_typed

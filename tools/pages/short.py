@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from elfatt_sd.benchmarking.record import Results as Benchmark
 from elfatt_sd.benchmarking.report import KEYS, clock, scaled, spread
+from elfatt_sd.benchmarking.report import Results as Benchmark
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import ACCURACY, Results, Row
 from elfatt_sd.evaluation.report.tables import (
