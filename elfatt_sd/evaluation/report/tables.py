@@ -247,14 +247,15 @@ def time_column(results: Results, part: str) -> tuple[str, Maker]:
 
 
 def decimals_for(values: Iterable[Estimate | None]) -> int:
-    """Return the decimals that show two digits of the typical half interval of a column, 9 at most.
+    """Return the decimals that show two digits of the typical half interval of a column, one below 1e-6.
 
     Without intervals, three digits of the largest value.
     """
     found = [value for value in values if value is not None]
     halves = [(value.ends[1] - value.ends[0]) / 2 for value in found if value.ends and value.ends[1] > value.ends[0]]
     size = median(halves) if halves else max((abs(value.value) for value in found), default=1.0)
-    return 2 if size <= 0 else min(max((1 if halves else 2) - math.floor(math.log10(size)), 0), 9)
+    wanted = 2 if size <= 0 else max((1 if halves else 2) - math.floor(math.log10(size)), 0)
+    return wanted if wanted <= 6 else min(wanted - 1, 9)
 
 
 def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
