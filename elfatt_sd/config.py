@@ -239,7 +239,7 @@ class PatchConfig:
         except (OSError, TypeError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ElfattError(
-                f"config={_shown(path)} cannot be written ({reason}); give the name of a file in a writable folder."
+                f"config={str(path)!r} cannot be written ({reason}); give the name of a file in a writable folder."
             ) from error
 
     @classmethod
@@ -258,13 +258,13 @@ class PatchConfig:
             what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read"
             reason = getattr(error, "strerror", None) or error
             raise ElfattError(
-                f"config={_shown(path)} {what} ({reason}); give a file that `PatchConfig.save` or "
+                f"config={str(path)!r} {what} ({reason}); give a file that `PatchConfig.save` or "
                 "`elfatt-sd patch --save` wrote."
             ) from error
         try:
             return cls.from_dict(data)
         except ElfattError as error:
-            raise ElfattError(f"config={_shown(path)} is not accepted: {error}") from error
+            raise ElfattError(f"config={str(path)!r} is not accepted: {error}") from error
 
     def phase_at(self, step: int, steps: int) -> Phase:
         """Return the phase of a step; exact attention past the last phase.
@@ -308,10 +308,6 @@ class PatchConfig:
             if not phase.exact and (phase.residual_steps == 1 or added):
                 return True
         return False
-
-
-def _shown(path: object) -> str:
-    return repr(os.fspath(path) if isinstance(path, os.PathLike) else path)
 
 
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from elfatt_sd.attention import softmax as attention
 from elfatt_sd.devices import empty_caches, read_clocks
 from elfatt_sd.errors import ElfattError, ElfattFailure, in_plain_words, is_out_of_memory
 from elfatt_sd.evaluation.images import (
@@ -37,11 +36,9 @@ from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
 from elfatt_sd.evaluation.records import Peaks, read_data, same_images
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run
-from elfatt_sd.families import find_denoisers, step_denoisers
+from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
 from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios, student_quantile
-from elfatt_sd.runtime.call import rounded
-from elfatt_sd.runtime.layer import choose_layers
 
 WARMUP_STEPS = 5  # enough for every phase of the presets
 _GIB = 2**30
@@ -103,7 +100,8 @@ def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) ->
         else:
             untouched = [] if baseline in failed else rounds[baseline]
             rows[cell.name] = summarize_time(rounds[cell.name], untouched, settings.scopes)
-            rows[cell.name]["attention_kernels"] = attention_kernels(pipe, cell)
+            backend = cell.config().attention_backend if cell.patched else "auto"
+            rows[cell.name]["attention_kernels"] = ["native" if backend == "auto" else backend]
     return {"clocks": clocks, "rows": rows, "errors": errors}
 
 
@@ -140,27 +138,6 @@ def summarize_time(
             row["ratio"] = {"median": ratio.median, "low": ratio.min, "high": ratio.max, "values": [*speeds]}
         rows[scope] = row
     return rows
-
-
-def attention_kernels(pipe: Any, cell: Cell) -> list[str]:
-    """Return what a row's layers attend with: `native` (torch's fused attention), `flash-attn` or another backend.
-
-    A row without a patch, and a peer's, has torch's; of a patch, what its approximations use.
-    """
-    config = cell.config()
-    if not cell.patched:
-        return ["native"]
-    if config.attention_backend != "auto":
-        return ["flash-attn" if config.attention_backend == "flash" else config.attention_backend]
-    if all(phase.exact or phase.attention.needs_sums for phase in config.all_phases):
-        return ["native"]
-    dtype = torch.float32 if config.fp32_logits else denoiser(pipe).dtype
-    phases = [phase for phase in config.all_phases if not phase.exact]
-    layers = [layer.attention for _, chosen in choose_layers(find_denoisers(pipe), config).values() for layer in chosen]
-    sizes = {layer.inner_dim // layer.heads for layer in layers}
-    queries = [torch.empty(0, size, device=pipe.device, dtype=dtype) for size in sizes]
-    taken = {attention.flash_takes(rounded(query, phase)) for query in queries for phase in phases}
-    return sorted({"flash-attn" if each else "native" for each in taken})
 
 
 def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:

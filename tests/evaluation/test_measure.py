@@ -14,7 +14,6 @@ import torch
 from support import runs
 
 from elfatt_sd import measure as clocks
-from elfatt_sd.attention import softmax as attention
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation import generate, measure
 from elfatt_sd.evaluation.protocols import Cell, Protocol
@@ -136,42 +135,6 @@ def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(time: Stage) -> N
     failed = {row["failed"] for row in data["rows"].values() if "failed" in row}
     assert failed == {"out of memory at batch 1", *data["errors"].values()} and calls.count("sd") == 3
     assert (len(data["rows"]["null"]["unet"]["values"]), data["rows"]["null"]["unet"]["ratio"]) == (3, None)
-
-
-def chosen(backend: str) -> Cell:
-    return Cell("tome", "", "tome", settings={"attention_backend": backend})
-
-
-SPREAD = ({"until": 1.0, "attention": "cell_spread", "block_order": "spread"},)
-
-
-@pytest.mark.parametrize(
-    ("cell", "taken", "kernel"),
-    [
-        (Cell("sd", "SD", "sd", role="baseline"), True, "native"),
-        (Cell("peer", "", "tome", peer="tomesd"), True, "native"),
-        (chosen("auto"), True, "flash-attn"),
-        (chosen("auto"), False, "native"),
-        (Cell("float", "", "elfatt", settings={"fp32_logits": True}), True, "native"),
-        (Cell("spread", "", "custom", phases=SPREAD), True, "native"),
-        (chosen("flash"), False, "flash-attn"),
-        (chosen("xformers"), True, "xformers"),
-    ],
-)
-def test_the_kernels_of_a_row(
-    timed: Protocol, monkeypatch: pytest.MonkeyPatch, cell: Cell, taken: bool, kernel: str
-) -> None:
-    """`auto` is resolved for the heads, the dtype and the device of the layers that are patched."""
-    pipe = generate.load_protocol_pipeline(timed)
-    pipe.unet.to(torch.bfloat16)
-    first = pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0].attn1
-
-    def takes(query: torch.Tensor) -> bool:
-        assert (query.shape[-1], query.device) == (first.to_q.out_features // first.heads, pipe.device)
-        return taken and query.dtype == torch.bfloat16
-
-    monkeypatch.setattr(attention, "flash_takes", takes)
-    assert measure.attention_kernels(pipe, cell) == [kernel]
 
 
 @pytest.mark.parametrize("stage", [measure.measure_time, measure.measure_memory])

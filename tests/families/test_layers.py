@@ -28,7 +28,7 @@ from elfatt_sd.families import (
     select_layers,
     unwrap,
 )
-from elfatt_sd.families.shapes import SHAPES, TRANSFORMERS, Blueprint, Dimensions, sketch
+from elfatt_sd.families.shapes import SHAPES, Blueprint, Dimensions, dimensions_of_shape, sketch
 from elfatt_sd.methods import Grid
 
 
@@ -170,10 +170,10 @@ SIZES |= {"qwen-image": 20.4, "z-image": 6.15, "wan-1.3b": 1.4, "wan-14b": 14.3,
 SIZES |= {"cogvideox-5b": 5.57, "hunyuan-video": 12.8, "hunyuan-video-1.5": 8.3}
 
 
-@pytest.mark.parametrize("name", [*SHAPES, *TRANSFORMERS])
+@pytest.mark.parametrize("name", SHAPES)
 def test_sketches_are_the_published_models_without_weights(name: str) -> None:
-    if name in TRANSFORMERS and not hasattr(diffusers, TRANSFORMERS[name].kind):
-        with pytest.raises(ElfattError, match=f"has no {TRANSFORMERS[name].kind}; pip install"):
+    if not hasattr(diffusers, kind := SHAPES[name].kind):
+        with pytest.raises(ElfattError, match=f"has no {kind}; pip install"):
             sketch(name)
         return
     parameters = list(main_denoiser(sketch(name)).parameters())
@@ -183,7 +183,8 @@ def test_sketches_are_the_published_models_without_weights(name: str) -> None:
 
 def test_sizes() -> None:
     """What the levels cannot halve is refused; small images are pointed out."""
-    sd15 = Dimensions.of(SHAPES["sd15"], {"block_out_channels": [128, 256, 512, 512]})
+    sd15 = dimensions_of_shape(SHAPES["sd15"])
+    assert Dimensions.of(SHAPES["sd15"].config, {"block_out_channels": [128, 256, 512, 512]}) == sd15
     assert sd15 == Dimensions((512, 512), 8, least=64, multiple=8)
     assert Dimensions.of({"sample_size": (4, 8), "block_out_channels": [8]}, None).own == (32, 64)
     assert sd15.size(None, 768) == (512, 768)
