@@ -197,8 +197,14 @@ class PatchConfig:
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that this configuration has not: no phase that approximates uses them."""
-        used = {name for phase in self.all_phases if not phase.exact for name in phase.used_settings}
-        return [name for name in settings if name not in used | RUN_SETTINGS | {"active_fraction"}]
+        used = {*RUN_SETTINGS, "active_fraction"}
+        for phase in (phase for phase in self.all_phases if not phase.exact):
+            used |= phase.attention.used_settings | {"attention_dtype"}
+            used |= {"ratio"} if phase.attention.merges else set()
+            used |= {"stride"} if phase.matches else set()
+            used |= set() if phase.dense else {"residual_steps"}
+            used |= {"residual_guidance"} if phase.corrects else set()
+        return [name for name in settings if name not in used]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -232,15 +238,9 @@ class PatchConfig:
             path: of the file; its folder is made.
 
         Raises:
-            ElfattError: it cannot be written.
+            OSError: it cannot be written.
         """
-        try:
-            write_json(Path(path), self.to_dict())
-        except (OSError, TypeError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ElfattError(
-                f"config={str(path)!r} cannot be written ({reason}); give the name of a file in a writable folder."
-            ) from error
+        write_json(Path(path), self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PatchConfig:

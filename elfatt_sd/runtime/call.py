@@ -46,12 +46,6 @@ class Call:
         self.scheduled = self.last = self.entered = self.repeats = False
         self.states: dict[int, LayerCall] = {}  # of the patched layers, by the layer's index
 
-    def restart(self) -> None:
-        """Begin again, when the whole call is computed once more."""
-        self.entered = False
-        for state in self.states.values():
-            state.calls = 0
-
 
 class LayerCall:
     """What a patched layer knows in one call of the denoiser."""
