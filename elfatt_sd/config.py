@@ -87,9 +87,7 @@ class PatchConfig:
         if not isinstance(self.method, str) or not self.method:
             raise ElfattError(f"method={self.method!r} is not accepted; give a name.")
         check_phases(self.phases)
-        if self.max_downsample is not None and (
-            isinstance(self.max_downsample, bool) or self.max_downsample not in DOWNSAMPLES
-        ):
+        if self.max_downsample not in (None, *DOWNSAMPLES):
             raise ElfattError(f"max_downsample={self.max_downsample!r} is not accepted; give 1, 2, 4, 8 or None.")
         errors.whole("seed", self.seed, 0, 2**63 - 1)
         errors.whole("levels", self.levels, 1)

@@ -51,7 +51,7 @@ def softmax_attention(
         mask: boolean (True attends) or additive, broadcastable to `[batch, heads, queries, keys]`.
         fp32_logits: compute in float32 and return the dtype of `q`; where the fused kernel does so by itself
             (`sums_in_float32`), nothing changes.
-        backend: `native` and `auto` (PyTorch), or the name of a backend of diffusers' attention dispatcher.
+        backend: `native` or `auto` (PyTorch), or the name of a backend of diffusers' attention dispatcher.
 
     Returns:
         As the queries.

@@ -42,12 +42,7 @@ from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.families.shapes import SHAPES as SHAPES
-from elfatt_sd.families.shapes import (
-    UNET_NAMES,
-    call_arguments,
-    dimensions_of_shape,
-    empty_model,
-)
+from elfatt_sd.families.shapes import UNET_NAMES, call_arguments, dimensions_of_shape, empty_model
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax, attentions, is_own

@@ -21,11 +21,7 @@ from elfatt_sd.attention.ordering import (
     inverse_permutation,
     partition,
 )
-from elfatt_sd.attention.softmax import (
-    block_attention,
-    elfatt_attention,
-    softmax_attention,
-)
+from elfatt_sd.attention.softmax import block_attention, elfatt_attention, softmax_attention
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size
 

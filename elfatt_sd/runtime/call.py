@@ -46,6 +46,12 @@ class Call:
         self.scheduled = self.last = self.entered = self.repeats = False
         self.states: dict[int, LayerCall] = {}  # of the patched layers, by the layer's index
 
+    def restart(self) -> None:
+        """Begin again, when the whole call is computed once more."""
+        self.entered = False
+        for state in self.states.values():
+            state.calls = 0
+
 
 class LayerCall:
     """What a patched layer knows in one call of the denoiser."""
@@ -68,11 +74,7 @@ class LayerCall:
         self.outcome = ""  # why the layer was not approximated in this call; `done` if it was
 
     def begin(self, phase: Phase, step: int, device: torch.device, ahead: RunDraws | None = None) -> bool:
-        """Set the phase, and prepare it on the grid: what is merged into what, and what its attention prepares.
-
-        Returns:
-            Whether what was prepared holds for other steps of the phase as well.
-        """
+        """Prepare a phase on the grid; tell whether what is prepared holds for other steps of the phase as well."""
         self.phase = phase
         self.block_input = self.split = self.candidates = self.prepared = None
         self.calls, self.added = 0, {}

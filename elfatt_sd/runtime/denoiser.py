@@ -219,9 +219,7 @@ class Patch:
             )
         call = self.repeats.recall(*inputs) if recomputed_part() is not None else None
         if call is not None:  # a checkpoint around the whole model
-            call.entered = False
-            for state in call.states.values():
-                state.calls = 0
+            call.restart()
             self.enter(call)
             return
         if self._tuner is not None:

@@ -236,10 +236,8 @@ class Memory:
         return place
 
     def same_latents(self, place: tuple[int, ...], sample: Tensor) -> tuple[int, tuple[int, ...]]:
-        """Return how often a call's rows repeat their latents, and the place of the step's first call with them.
-
-        Both look at the values, which waits for the device.
-        """
+        """Return how often a call's rows repeat their latents, and the place of the step's first call with them."""
+        # both look at the values, which waits for the device
         first = next((known for known, other in self._firsts if _are_equal(other, sample)), place)
         if first == place:
             self._firsts.append((place, beneath_transforms(sample).detach().clone()))  # it may be a buffer
