@@ -45,13 +45,13 @@ from elfatt_sd.benchmarking import Model, fill, make_model, unet
 from elfatt_sd.benchmarking.report import Results, Session, markdown
 from elfatt_sd.devices import describe_machine, synchronize
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families.shapes import Transformer, empty_transformer, empty_unet
+from elfatt_sd.families.shapes import Shape, empty_model
 from elfatt_sd.files import write_json
 from elfatt_sd.loading import pick_device, pick_dtype
 from elfatt_sd.measure import Call
 from elfatt_sd.phases import Backend
 
-TINY = {
+_TINY = {
     "block_out_channels": (32, 64, 64),
     "down_block_types": ("CrossAttnDownBlock2D",) * 2 + ("DownBlock2D",),
     "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 2,
@@ -60,14 +60,15 @@ TINY = {
     "norm_num_groups": 8,
     "layers_per_block": 1,
 }
-TINY_FLUX = Transformer(
+TINY_FLUX = Shape(
     "FluxTransformer2DModel",
     {"num_attention_heads": 2, "attention_head_dim": 32, "axes_dims_rope": (8, 12, 12), "joint_attention_dim": 32}
     | {"pooled_projection_dim": 16, "num_layers": 1, "num_single_layers": 1, "guidance_embeds": True},
     {},
 )
 # Small enough for a CPU, with the head sizes of Stable Diffusion 1.5's two finest levels.
-CHECKED = {**TINY, "block_out_channels": (160, 320, 320), "norm_num_groups": 32}
+_CHECKED = {**_TINY, "block_out_channels": (160, 320, 320), "norm_num_groups": 32}
+TINY, CHECKED = (Shape("UNet2DConditionModel", config, {}) for config in (_TINY, _CHECKED))
 COMPETITORS: tuple[Backend, ...] = ("_native_cudnn", "flash", "_flash_3", "sage")
 FEW = ("tome", "elfatt", "elfatt-fast")
 KERNELS = [(2, 8, 4096, 40), (2, 10, 4096, 64), (2, 8, 16384, 40), (1, 24, 4608, 128), (64, 8, 128, 40)]
@@ -313,10 +314,9 @@ class Suite:
         shape, _, layout = name.partition(" ")
         if not self.tiny:
             made = make_model(shape, device, dtype)
-        elif shape.startswith("sd") and shape != "sd3.5-medium":
-            made = Model(fill(empty_unet(TINY), device, dtype), 8)
         else:
-            made = Model(fill(empty_transformer(TINY_FLUX), device, dtype), 8)
+            tiny = TINY if shape.startswith("sd") and shape != "sd3.5-medium" else TINY_FLUX
+            made = Model(fill(empty_model(tiny), device, dtype), 8)
         if layout:
             made.unet.to(memory_format=getattr(torch, layout))
         return made
@@ -324,8 +324,8 @@ class Suite:
     def correctness(self) -> Results:
         """Compare methods on this device with a CPU in float32: small models, all presets, also in Triton's kernels."""
         cpu = torch.device("cpu")
-        unet = Model(fill(empty_unet(TINY if self.tiny else CHECKED), cpu, torch.float32), 8)
-        flux = Model(fill(empty_transformer(TINY_FLUX), cpu, torch.float32), 8)
+        unet = Model(fill(empty_model(TINY if self.tiny else CHECKED), cpu, torch.float32), 8)
+        flux = Model(fill(empty_model(TINY_FLUX), cpu, torch.float32), 8)
         return correctness(
             {"UNet": unet, "Flux": flux},
             size=64 if self.tiny else 256,

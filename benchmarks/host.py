@@ -34,7 +34,7 @@ from elfatt_sd.benchmarking.variants import (
 )
 from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
-from elfatt_sd.families.shapes import UNET_NAMES, call_arguments, empty_unet
+from elfatt_sd.families.shapes import UNET_NAMES, call_arguments, empty_model
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.phases import EXACT, Phase
@@ -81,7 +81,7 @@ class Calls:
     """
 
     def __init__(self, model: str, size: Size, batch: int, steps: int) -> None:
-        self.unet: Any = empty_unet(benchmarking.SHAPES[model]).eval()
+        self.unet: Any = empty_model(benchmarking.SHAPES[model]).eval()
         grid = Grid.image(*(side // SCALE for side in height_and_width(size)))
         empty = functools.partial(torch.empty, dtype=torch.float32, device="meta")
         self._given = call_arguments(self.unet, grid, batch, empty)

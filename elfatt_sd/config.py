@@ -87,9 +87,7 @@ class PatchConfig:
         if not isinstance(self.method, str) or not self.method:
             raise ElfattError(f"method={self.method!r} is not accepted; give a name.")
         check_phases(self.phases)
-        if self.max_downsample is not None and (
-            isinstance(self.max_downsample, bool) or self.max_downsample not in DOWNSAMPLES
-        ):
+        if self.max_downsample not in (None, *DOWNSAMPLES):
             raise ElfattError(f"max_downsample={self.max_downsample!r} is not accepted; give 1, 2, 4, 8 or None.")
         errors.whole("seed", self.seed, 0, 2**63 - 1)
         errors.whole("levels", self.levels, 1)
@@ -197,8 +195,14 @@ class PatchConfig:
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that this configuration has not: no phase that approximates uses them."""
-        used = {name for phase in self.all_phases if not phase.exact for name in phase.used_settings}
-        return [name for name in settings if name not in used | RUN_SETTINGS | {"active_fraction"}]
+        used = {*RUN_SETTINGS, "active_fraction"}
+        for phase in (phase for phase in self.all_phases if not phase.exact):
+            used |= phase.attention.used_settings | {"attention_dtype"}
+            used |= {"ratio"} if phase.attention.merges else set()
+            used |= {"stride"} if phase.matches else set()
+            used |= set() if phase.dense else {"residual_steps"}
+            used |= {"residual_guidance"} if phase.corrects else set()
+        return [name for name in settings if name not in used]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -232,15 +236,9 @@ class PatchConfig:
             path: of the file; its folder is made.
 
         Raises:
-            ElfattError: it cannot be written.
+            OSError: it cannot be written.
         """
-        try:
-            write_json(Path(path), self.to_dict())
-        except (OSError, TypeError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ElfattError(
-                f"config={_shown(path)} cannot be written ({reason}); give the name of a file in a writable folder."
-            ) from error
+        write_json(Path(path), self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PatchConfig:
@@ -258,13 +256,13 @@ class PatchConfig:
             what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read"
             reason = getattr(error, "strerror", None) or error
             raise ElfattError(
-                f"config={_shown(path)} {what} ({reason}); give a file that `PatchConfig.save` or "
+                f"config={str(path)!r} {what} ({reason}); give a file that `PatchConfig.save` or "
                 "`elfatt-sd patch --save` wrote."
             ) from error
         try:
             return cls.from_dict(data)
         except ElfattError as error:
-            raise ElfattError(f"config={_shown(path)} is not accepted: {error}") from error
+            raise ElfattError(f"config={str(path)!r} is not accepted: {error}") from error
 
     def phase_at(self, step: int, steps: int) -> Phase:
         """Return the phase of a step; exact attention past the last phase.
@@ -308,10 +306,6 @@ class PatchConfig:
             if not phase.exact and (phase.residual_steps == 1 or added):
                 return True
         return False
-
-
-def _shown(path: object) -> str:
-    return repr(os.fspath(path) if isinstance(path, os.PathLike) else path)
 
 
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]

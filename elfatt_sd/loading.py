@@ -209,7 +209,6 @@ def kind_of_file(path: Path) -> str:
 _EMBEDDED = " or ".join(map(repr, EMBEDDED))
 _DTYPES = {"float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16}
 _DTYPES |= {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
-_LONGEST_NAME = 240  # characters of a model that a message repeats
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
 
@@ -294,10 +293,9 @@ def check_model(
             f"model={str(model)!r} is a shape without weights, for elfatt-sd bench and patch; give {_EMBEDDED}, a "
             "diffusers directory, a .safetensors file, or a hub id."
         )
-    named = str(model)[:_LONGEST_NAME]
     raise ElfattError(
-        f"model={named!r} does not exist; give {_EMBEDDED}, a diffusers directory, a .safetensors file, or a hub id "
-        "such as 'owner/name'."
+        f"model={str(model)!r} does not exist; give {_EMBEDDED}, a diffusers directory, a .safetensors file, or a hub "
+        "id such as 'owner/name'."
     )
 
 

@@ -220,16 +220,6 @@ class Phase:
         """Whether similar tokens are looked for: to merge them, or to form agents."""
         return self.merge.ratio > 0 or self.attention.matches
 
-    @property
-    def used_settings(self) -> frozenset[str]:
-        """The settings that change what the phase does."""
-        used = set(self.attention.used_settings)
-        used |= {"ratio"} if self.attention.merges else set()
-        used |= {"stride"} if self.matches else set()
-        used |= set() if self.dense else {"residual_steps"}
-        used |= set() if self.exact else {"attention_dtype"}
-        return frozenset(used | ({"residual_guidance"} if self.corrects else set()))
-
     def with_settings(self, settings: Mapping[str, Any]) -> Phase:
         """Return a copy with settings changed; those that it does not have are ignored.
 

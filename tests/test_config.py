@@ -165,7 +165,7 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes | None, 
     path = tmp_path / "c.json"
     if content is None:
         path.mkdir()
-        with pytest.raises(ElfattError, match=r"^config='.*c.json' cannot be written \(.+\); give the name of a file"):
+        with pytest.raises(OSError, match=r"c\.json"):
             PatchConfig().save(path)
     else:
         path.write_bytes(content)
@@ -180,8 +180,8 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes | None, 
         ("tome", {"agents": 7, "ratio": 0.4, "block_size": 64, "seed": 3}, ["agents", "block_size"]),
         ("sd", {"ratio": 0.3, "active_fraction": 0.5, "seed": 1}, ["ratio"]),
         ("sd", {"attention_backend": "native"}, []),
-        ("elfatt", {"agents": 7, "block_size": 64, "groups": 2, "agent_ratio": 0.9}, ["groups", "agent_ratio"]),
-        ("agent", {"agents": 7, "agent_ratio": 0.9, "split": "heads"}, ["agents", "split"]),
+        ("elfatt", {"agents": 7, "block_size": 64, "groups": 2}, ["groups"]),
+        ("agent", {"agents": 7, "agent_ratio": 0.9, "split": "heads"}, ["split"]),
         ("elfatt-fast", {"block_size": 64, "stride": 3, "use_rand": False}, ["stride"]),
         ("tome", {"residual_steps": 2, "residuals": "fp8"}, []),
     ],

@@ -76,7 +76,6 @@ FIRST = "model.diffusion_model.input_blocks.0.0.weight"
 def test_what_is_no_model_is_refused_in_one_line(saved: Path, tmp_path: Path) -> None:
     for name in ("missing.safetensors", "/nowhere/at/all", "a b", "./no/such"):
         refused(name, "does not exist; give 'toy' or 'toy-dit', a diffusers directory")
-    refused(Path("x" * 5000), "^model='x{240}' does not exist")
     for place in (tmp_path, saved / "unet"):
         refused(place, "has no model_index.json; give a diffusers pipeline directory")
     refused(saved / "model_index.json", "is not a checkpoint; give a .safetensors file, or a directory")

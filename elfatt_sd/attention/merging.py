@@ -48,11 +48,10 @@ class Candidates(NamedTuple):
 
 
 class Matching:
-    """Groups of tokens that are merged into one each. Its indices are int32: layers and steps may keep them.
+    """Groups of tokens that are merged into one each; int32, as layers and steps may keep them.
 
-    Args:
-        rows: place `[B, N]` of each token's group in the flattened `[B * M]` merged tokens.
-        positions: grid position `[B, M]` of each merged token: its own where it stands alone, else its destination's.
+    `rows` `[B, N]` is each token's group in the flattened `[B * M]` merged tokens; `positions` `[B, M]` that of each
+    merged token in the grid: its own where it stands alone, else its destination's.
     """
 
     def __init__(self, rows: Tensor, positions: Tensor) -> None:
@@ -189,10 +188,7 @@ def rows_at_once(batch: int, destinations: int, device: torch.device) -> int:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _elements(device: torch.device) -> int:
-    """Return the elements of a chunk, in half precision, that are a small fraction of a GPU's memory.
-
-    Of all its memory, not of what is free: the same call shall always compute the same.
-    """
+    # Of all its memory, not of what is free: the same call shall always compute the same.
     return 0 if device.type in ("cpu", "meta") else int(_whole_memory(device) * _FRACTION / 2)
 
 
@@ -202,15 +198,12 @@ def _whole_memory(device: torch.device) -> float:
 
 
 def _row_maximum(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return maximum and its index over the last dimension of `[B, rows, columns]`.
-
-    On a CPU, `amax` runs on vectors and `max` with indices does not: the columns are folded in `_FOLD` before the
-    index is searched.
-    """
+    """Return maximum and its index over the last dimension of `[B, rows, columns]`."""
     batch, rows, columns = scores.shape
     if scores.device.type != "cpu" or columns % _FOLD:
         largest = scores.max(dim=2)
         return largest.values, largest.indices
+    # On a CPU, `amax` runs on vectors and `max` with indices does not: fold the columns before searching the index.
     folded = scores.view(batch, rows, _FOLD, columns // _FOLD)
     values, place = folded.amax(dim=2).max(dim=2)
     fold = folded.gather(3, place[:, :, None, None].expand(-1, -1, _FOLD, 1)).squeeze(3).argmax(dim=2)

@@ -18,10 +18,8 @@ from elfatt_sd.devices import accelerators, interprets_triton, is_device_error
 from elfatt_sd.errors import ElfattError, is_out_of_memory
 
 TRITON = "triton"  # the backend of the kernels in `attention.triton`
-_ALWAYS = "'native' needs no package, 'auto' takes what there is."
 GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
 GRID_FREE = ("cpu",)  # devices without such a limit
-_CUDNN_CAPABILITIES = (9, 10)  # major numbers of the cards for which PyTorch prefers cuDNN's attention
 PACKAGES = {  # of the dispatcher's backends: module, and how it is installed
     "flash": ("flash_attn", "pip install flash-attn --no-build-isolation"),
     "flash_hub": ("kernels", "pip install kernels"),
@@ -53,8 +51,7 @@ def softmax_attention(
         mask: boolean (True attends) or additive, broadcastable to `[batch, heads, queries, keys]`.
         fp32_logits: compute in float32 and return the dtype of `q`; where the fused kernel does so by itself
             (`sums_in_float32`), nothing changes.
-        backend: `native` (PyTorch), `auto` (flash-attn where it is installed and takes these tensors, else native), or
-            the name of a backend of diffusers' attention dispatcher.
+        backend: `native` or `auto` (PyTorch), or the name of a backend of diffusers' attention dispatcher.
 
     Returns:
         As the queries.
@@ -76,11 +73,7 @@ def softmax_attention(
             parts = _pieces(q, k, v, mask, dim)
             done = [softmax_attention(*qkv, scale=scale, mask=own, backend=backend) for *qkv, own in parts]
             return torch.cat(done, dim)
-    if backend == TRITON:  # it has no exact attention
-        backend = "native"
-    if backend == "auto":
-        backend = "flash" if mask is None and flash_takes(q) else "native"
-    if backend != "native":
+    if backend not in ("auto", "native", TRITON):  # Triton has no exact attention
         return _dispatch(q, k, v, scale, mask, backend)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
@@ -228,20 +221,6 @@ def sums_in_float32(q: Tensor) -> bool:
     return q.device.type == "cuda" and half and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def flash_takes(q: Tensor) -> bool:
-    """Whether flash-attn is installed, takes tensors like this one, and is not slower than PyTorch's own kernels.
-
-    On Hopper and on Blackwell's data centre cards PyTorch takes cuDNN's attention, which is faster than flash-attn 2.
-    """
-    if not sums_in_float32(q) or torch.cuda.get_device_capability(q.device)[0] in _CUDNN_CAPABILITIES:
-        return False
-    try:
-        from diffusers.models import attention_dispatch
-    except ImportError:  # diffusers before 0.35
-        return False
-    return bool(attention_dispatch._CAN_USE_FLASH_ATTN)
-
-
 def make_ready(backend: str) -> None:
     """Check that a backend's package is there, and fetch its kernel from the Hub, once; a call of it does neither."""
     if backend in ("auto", "native"):
@@ -293,7 +272,7 @@ def _refusal(backend: str, what: str, error: Exception) -> ElfattError:
     reason = f"{what} ({' '.join(str(error).split())[:200]})"
     if importlib.util.find_spec(package) is None:
         reason = f"needs {package}, which is not installed: {install}"
-    return ElfattError(f"attention_backend={backend!r} {reason}. {_ALWAYS}")
+    return ElfattError(f"attention_backend={backend!r} {reason}. 'native' needs no package.")
 
 
 class Part(NamedTuple):

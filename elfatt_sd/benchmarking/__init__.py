@@ -41,16 +41,8 @@ from elfatt_sd.drawing.studio import check_steps, dimensions_of, exact_size, loo
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.families.base import PlainProjections
-from elfatt_sd.families.shapes import (
-    SHAPE_VAE,
-    TRANSFORMERS,
-    Dimensions,
-    call_arguments,
-    dimensions_of_transformer,
-    empty_transformer,
-    empty_unet,
-)
 from elfatt_sd.families.shapes import SHAPES as SHAPES
+from elfatt_sd.families.shapes import UNET_NAMES, call_arguments, dimensions_of_shape, empty_model
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax, attentions, is_own
@@ -68,7 +60,8 @@ AGENTS = 64
 ORDERS = [order for order in BLOCK_ORDERS if order != "sequence"]  # without merging, that is `raster`
 _PEER = f"{PEER} 0.5"
 VAE: dict[str, Any] = {
-    **SHAPE_VAE,
+    "block_out_channels": (128, 256, 512, 512),
+    "latent_channels": 4,
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "layers_per_block": 2,
@@ -114,25 +107,20 @@ def make_model(
 
     Of a transformer, a few blocks are built: the whole of one fits few machines, and its blocks are alike.
     """
-    empty: Callable[[], Any] | None = None
-    if name in SHAPES:
-        dimensions, empty = Dimensions.of(SHAPES[name], SHAPE_VAE), functools.partial(empty_unet, SHAPES[name])
-    elif name in TRANSFORMERS:
-        dimensions = dimensions_of_transformer(name)
-        empty = functools.partial(empty_transformer, TRANSFORMERS[name], few=True)
-    else:
-        pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
-        dimensions = dimensions_of(pipe)
+    shape = SHAPES.get(name)
+    pipe = None if shape else load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
+    dimensions = dimensions_of_shape(shape) if shape else dimensions_of(pipe)
     for size in sizes:
         dimensions.check(*height_and_width(size))
-    return Model(fill(empty(), device, dtype) if empty else main_denoiser(pipe), dimensions.factor)
+    denoiser = fill(empty_model(shape, few=True), device, dtype) if shape else main_denoiser(pipe)
+    return Model(denoiser, dimensions.factor)
 
 
 def make_pipeline(
     name: str, device: torch.device, dtype: torch.dtype, batch: int, variant: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
     """Return a pipeline and its inputs; one with random weights is given embeddings."""
-    if name in TRANSFORMERS:
+    if name in SHAPES and name not in UNET_NAMES:
         raise ElfattError(f"model={name!r} has no pipeline here; time a call of it with elfatt-sd bench denoiser.")
     if name not in SHAPES:
         pipe = load_pipeline(name, device=str(device), dtype=dtype, variant=variant)

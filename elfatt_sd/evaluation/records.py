@@ -20,7 +20,6 @@ _DECISIVE = ("device", "attention_backends", "model_sha256", "prompts_sha256", "
 _DECISIVE_CUDA = ("runtime", "cudnn", "tf32", "cudnn_tf32")
 _DECISIVE_PACKAGES = ("torch", "diffusers", "transformers")
 _KERNELS = {  # the package that an attention backend comes from
-    "auto": "flash-attn",
     "flash": "flash-attn",
     "flash_hub": "kernels",
     "_flash_3": "flash-attn-3",

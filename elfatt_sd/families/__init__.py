@@ -14,7 +14,6 @@ from elfatt_sd.families.base import Family as Family
 from elfatt_sd.families.base import Given as Given
 from elfatt_sd.families.base import SelfAttention as SelfAttention
 from elfatt_sd.families.base import copy_structure as copy_structure
-from elfatt_sd.families.base import models_within
 from elfatt_sd.families.base import replaceable as replaceable
 from elfatt_sd.families.base import unwrap as unwrap
 from elfatt_sd.families.unet import UNet
@@ -39,9 +38,6 @@ def family_of(module: nn.Module) -> Family:
     if found := [family for family in FAMILIES if family.matches(inner)]:
         return found[0]
     name, known = type(inner).__name__, ", or ".join(family.what or ", ".join(family.classes) for family in FAMILIES)
-    held = [f"{part} ({type(model).__name__})" for part, model in models_within(inner) if part and is_denoiser(model)]
-    if held:
-        raise ElfattError(f"{name} holds several models that can be patched: {', '.join(held)}; give one of them.")
     raise ElfattError(
         f"not supported: {name} cannot be patched. Give a diffusers pipeline with {known}; or such a module."
     )

@@ -161,8 +161,10 @@ class ZImage(JointFamily):
         several = isinstance(rows[0], list)
         images = [row[-1] for row in rows] if several else rows
         grids = {_grid(image, side, time) for image in images}
-        texts = zip(rows, given["cap_feats"], strict=True)
-        starts = {_before(row, text, side, time) for row, text in texts} if several else {0}
+        starts = set() if several else {0}
+        for row, texts in zip(rows, given["cap_feats"], strict=True) if several else ():
+            seen = (_MULTIPLE if other is None else _grid(other, side, time).tokens for other in row[:-1])
+            starts.add(sum(-(-length // _MULTIPLE) * _MULTIPLE for length in (*map(len, texts), *seen)))
         grid = grids.pop() if len(grids) == len(starts) == 1 else NO_GRID
         sample = images[0][None].expand(len(images), *images[0].shape)
         if not torch.is_grad_enabled() and all(image.shape == images[0].shape for image in images):
@@ -194,11 +196,6 @@ class ZImageControlNet(ZImage):
 def _grid(image: Tensor, side: int, time: int) -> Grid:
     _, frames, rows, columns = map(int, image.shape)
     return Grid(frames // time, rows // side, columns // side)
-
-
-def _before(row: list[Any], texts: list[Any], side: int, time: int) -> int:
-    images = (_MULTIPLE if image is None else _grid(image, side, time).tokens for image in row[:-1])
-    return sum(-(-length // _MULTIPLE) * _MULTIPLE for length in (*map(len, texts), *images))
 
 
 class StableDiffusion3(JointFamily):

@@ -23,46 +23,42 @@ from elfatt_sd.methods import Grid
 
 Config = Mapping[str, Any]
 _SMALL = 0.5  # fraction of the model's own side below which images are of little use
-# UNets to time with random weights.
-SHAPES: dict[str, dict[str, Any]] = {
-    "sd15": {
-        "sample_size": 64,
-        "block_out_channels": (320, 640, 1280, 1280),
-        "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-        "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-        "attention_head_dim": 8,
-        "cross_attention_dim": 768,
-    },
-    "sdxl": {
-        "sample_size": 128,
-        "block_out_channels": (320, 640, 1280),
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        "transformer_layers_per_block": (1, 2, 10),
-        "attention_head_dim": (5, 10, 20),
-        "cross_attention_dim": 2048,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816,
-        "use_linear_projection": True,
-    },
-}
-SHAPE_VAE = {"block_out_channels": (128, 256, 512, 512), "latent_channels": 4}
 
 
 @dataclass(frozen=True)
-class Transformer:
-    """The shape of a transformer."""
+class Shape:
+    """The shape of a denoiser, to time with random weights."""
 
     kind: str  # name of its class in diffusers
     config: Config  # what differs from that class's own
-    # the same, for a model with a few of its blocks, which can be timed where the whole one does not fit
+    # the same, for a transformer with a few of its blocks, which can be timed where the whole one does not fit
     few: Config
     channels: int = 16  # of the latent
     scale: int = SCALE  # pixels to one of the latent, on each side
     frames: int = 4  # of a video, past the first one, to one of the latent
 
 
+_SD15 = {
+    "sample_size": 64,
+    "block_out_channels": (320, 640, 1280, 1280),
+    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
+    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
+    "attention_head_dim": 8,
+    "cross_attention_dim": 768,
+}
+_SDXL = {
+    "sample_size": 128,
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+    "use_linear_projection": True,
+}
 _SD35_MEDIUM = {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "qk_norm": "rms_norm"}
 _SD35_MEDIUM |= {"pos_embed_max_size": 384, "dual_attention_layers": tuple(range(13))}
 _WAN_SMALL = {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}
@@ -70,37 +66,37 @@ _COGVIDEOX_5B = {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positi
 _FEW = {"num_layers": 2}
 _ONE_EACH = {"num_layers": 1, "num_single_layers": 1}
 _ONE_AND_TWO = {"num_layers": 1, "num_single_layers": 2}
-TRANSFORMERS: dict[str, Transformer] = {
-    "pixart": Transformer("PixArtTransformer2DModel", {"caption_channels": 4096}, _FEW, channels=4),
-    "sd3.5-medium": Transformer("SD3Transformer2DModel", _SD35_MEDIUM, {**_FEW, "dual_attention_layers": (0,)}),
-    "flux": Transformer("FluxTransformer2DModel", {"guidance_embeds": True}, _ONE_AND_TWO),
-    "chroma": Transformer("ChromaTransformer2DModel", {}, _ONE_AND_TWO),
-    "flux.2": Transformer("Flux2Transformer2DModel", {}, _ONE_AND_TWO, channels=32),
-    "qwen-image": Transformer("QwenImageTransformer2DModel", {}, _FEW),
-    "z-image": Transformer("ZImageTransformer2DModel", {}, {"n_layers": 2, "n_refiner_layers": 1}),
-    "wan-1.3b": Transformer("WanTransformer3DModel", _WAN_SMALL, _FEW),
-    "wan-14b": Transformer("WanTransformer3DModel", {}, _FEW),
-    "ltx-video": Transformer("LTXVideoTransformer3DModel", {}, _FEW, channels=128, scale=32, frames=8),
-    "hunyuan-video": Transformer("HunyuanVideoTransformer3DModel", {}, {**_ONE_EACH, "num_refiner_layers": 1}),
-    "hunyuan-video-1.5": Transformer(
+SHAPES: dict[str, Shape] = {
+    "sd15": Shape("UNet2DConditionModel", _SD15, {}, channels=4, frames=1),
+    "sdxl": Shape("UNet2DConditionModel", _SDXL, {}, channels=4, frames=1),
+    "pixart": Shape("PixArtTransformer2DModel", {"caption_channels": 4096}, _FEW, channels=4),
+    "sd3.5-medium": Shape("SD3Transformer2DModel", _SD35_MEDIUM, {**_FEW, "dual_attention_layers": (0,)}),
+    "flux": Shape("FluxTransformer2DModel", {"guidance_embeds": True}, _ONE_AND_TWO),
+    "chroma": Shape("ChromaTransformer2DModel", {}, _ONE_AND_TWO),
+    "flux.2": Shape("Flux2Transformer2DModel", {}, _ONE_AND_TWO, channels=32),
+    "qwen-image": Shape("QwenImageTransformer2DModel", {}, _FEW),
+    "z-image": Shape("ZImageTransformer2DModel", {}, {"n_layers": 2, "n_refiner_layers": 1}),
+    "wan-1.3b": Shape("WanTransformer3DModel", _WAN_SMALL, _FEW),
+    "wan-14b": Shape("WanTransformer3DModel", {}, _FEW),
+    "ltx-video": Shape("LTXVideoTransformer3DModel", {}, _FEW, channels=128, scale=32, frames=8),
+    "hunyuan-video": Shape("HunyuanVideoTransformer3DModel", {}, {**_ONE_EACH, "num_refiner_layers": 1}),
+    "hunyuan-video-1.5": Shape(
         "HunyuanVideo15Transformer3DModel", {}, {**_FEW, "num_refiner_layers": 1}, channels=32, scale=16
     ),
-    "cogvideox-5b": Transformer("CogVideoXTransformer3DModel", _COGVIDEOX_5B, _FEW),
+    "cogvideox-5b": Shape("CogVideoXTransformer3DModel", _COGVIDEOX_5B, _FEW),
 }
-UNET_NAMES, SHAPE_NAMES = tuple(SHAPES), (*SHAPES, *TRANSFORMERS)
+UNET_NAMES, SHAPE_NAMES = ("sd15", "sdxl"), tuple(SHAPES)
 
 
 def sketch(name: str) -> SimpleNamespace:
     """Return what a plan needs of a pipeline: a known shape without weights, of which nothing is allocated."""
-    if name not in TRANSFORMERS:
-        return SimpleNamespace(unet=empty_unet(SHAPES[name]), vae_scale_factor=SCALE)
-    shape = TRANSFORMERS[name]
+    shape, part = SHAPES[name], "unet" if name in UNET_NAMES else "transformer"
     scales = {"vae_scale_factor": shape.scale, "vae_scale_factor_temporal": shape.frames}
-    return SimpleNamespace(transformer=empty_transformer(shape), **scales)
+    return SimpleNamespace(**{part: empty_model(shape)}, **scales)
 
 
-def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
-    """Build a transformer on the meta device, with a few of its blocks or all of them."""
+def empty_model(shape: Shape, *, few: bool = False) -> nn.Module:
+    """Build a denoiser on the meta device, with a few of its blocks or all of them."""
     import diffusers
 
     make: Any = getattr(diffusers, shape.kind, None)
@@ -110,17 +106,8 @@ def empty_transformer(shape: Transformer, *, few: bool = False) -> nn.Module:
         )
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # diffusers' own, of how it builds the model
-        transformer: nn.Module = make(**{**shape.config, **(shape.few if few else {})})
-    return transformer
-
-
-def empty_unet(shape: Config) -> nn.Module:
-    import diffusers
-
-    make: Any = diffusers.UNet2DConditionModel
-    with torch.device("meta"):
-        unet: nn.Module = make(**shape)
-    return unet
+        model: nn.Module = make(**{**shape.config, **(shape.few if few else {})})
+    return model
 
 
 def call_arguments(denoiser: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
@@ -222,9 +209,8 @@ def decoder_widths(vae: Config) -> list[int]:
     return list(widths or [vae["base_dim"] * times for times in vae.get("dim_mult") or ()])
 
 
-def dimensions_of_transformer(name: str) -> Dimensions:
-    shape = TRANSFORMERS[name]
-    module: Any = empty_transformer(shape, few=True)
+def dimensions_of_shape(shape: Shape) -> Dimensions:
+    module: Any = empty_model(shape, few=True)
     latent = family_of(module).latent(module)
     own = latent.rows * shape.scale, latent.columns * shape.scale
     return Dimensions.of(module.config, {"latent_channels": shape.channels}, shape.scale, own)

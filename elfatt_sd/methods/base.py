@@ -280,11 +280,7 @@ class Attention:
         return frozenset(self.settings()) if self.is_random else frozenset(self.settings()) - {"redraw"}
 
     def accepts(self, merge: Merge) -> None:
-        """Check what is merged before it.
-
-        Raises:
-            ElfattError: it does not go with that.
-        """
+        """Raise an `ElfattError` where it does not go with what is merged before it."""
         if merge.ratio > 0 and not self.merges:
             raise ElfattError(f"ratio={merge.ratio!r} is not accepted with attention={self.name!r}; give ratio=0.")
 
@@ -301,25 +297,16 @@ class Attention:
         return by_alias | {name: value for name, value in settings.items() if name in own}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
-        """Return a copy with those of some settings changed that are its own.
-
-        Raises:
-            ElfattError: a value is out of range.
-        """
+        """Return a copy with those of some settings changed that are its own."""
         changes = self.known(settings)
         given = ", ".join(f"{name}={value!r}" for name, value in changes.items()) or "its defaults"
         with in_one_line(f"attention {self.name!r} does not accept {given}"):
             return dataclasses.replace(self, **changes)
 
     def said(self, fitted: Sequence[Self], name: str, words: str, number: str = "{}", more: str = "") -> str:
-        """Put a setting's number into words.
+        """Put the number of a setting into words, at their `#`; brackets have what was asked for if grids get another.
 
-        Args:
-            fitted: see `words`.
-            name: of the setting.
-            words: with `#` where the number goes.
-            number: its format.
-            more: to be said in brackets, after the number that was asked for if grids get another one.
+        `fitted` is that of `words`; `more` is to be said in brackets as well.
         """
         asked, got = number.format(getattr(self, name)), span(fitted, name, number)
         brackets = ", ".join(filter(None, [f"{asked} asked" * (got != asked), more]))

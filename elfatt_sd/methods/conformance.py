@@ -56,9 +56,7 @@ def check(attention: Attention) -> None:
         attention: to be tried.
 
     Raises:
-        ElfattError: it raises, returns another shape or dtype, draws from a global random state, is not the same
-            twice, changes the tokens that it is given, reads values of tensors on the host, has no cost or no words,
-            or a setting that cannot be kept.
+        ElfattError: it breaks a rule of `Attention`; the message says which.
     """
     with raises_in_one_line(attention, "hash, which needs settings that do not change, such as numbers and texts"):
         hash(attention)

@@ -21,11 +21,7 @@ from elfatt_sd.attention.ordering import (
     inverse_permutation,
     partition,
 )
-from elfatt_sd.attention.softmax import (
-    block_attention,
-    elfatt_attention,
-    softmax_attention,
-)
+from elfatt_sd.attention.softmax import block_attention, elfatt_attention, softmax_attention
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size
 
@@ -109,9 +105,9 @@ class Agents(Attention):
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Order the tokens block by block; without blocks, so that those of one pool lie together."""
         draws = draws if self.redraw else draws.once
-        if self.matches and not self._blocks:
+        if self.matches and self.agent_share == 1:
             return Prepared()
-        size = self.block_size if self._blocks else max(1, grid.tokens // self.agents)
+        size = self.block_size if self.agent_share < 1 else max(1, grid.tokens // self.agents)
         return order_tokens(self.block_order, grid, size, draws)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Prepared) -> Tensor:
@@ -143,8 +139,10 @@ class Agents(Attention):
     def fit(self, grid: Grid, merge: Merge) -> Self:
         """At most as many agents as tokens, as many merged tokens as the stride allows, and blocks that tile."""
         ratio, kept = merge.merged(grid, self.agent_ratio) / grid.tokens, merge.kept(grid)
-        blocks: dict[str, Any] = {"block_size": fitted_block_size(self.block_size, kept)} if self._blocks else {}
-        return dataclasses.replace(self, agents=min(self.agents, kept), agent_ratio=ratio, **blocks)
+        fitted: dict[str, Any] = {"agents": min(self.agents, kept), "agent_ratio": ratio}
+        if self.agent_share < 1:
+            fitted["block_size"] = fitted_block_size(self.block_size, kept)
+        return dataclasses.replace(self, **fitted)
 
     def words(self, fitted: Sequence[Self]) -> str:
         if self.agent_source == "merged":
@@ -153,7 +151,7 @@ class Agents(Attention):
 
     def pools(self, tokens: int) -> Sequence[int]:
         """Neighbours in the order of the tokens, unless agents are merged tokens."""
-        if self.matches or not self._agents:
+        if self.matches or self.agent_share == 0:
             return ()
         count = min(self.agents, tokens)
         return [tokens // count + (number < tokens % count) for number in range(count)]
@@ -161,34 +159,17 @@ class Agents(Attention):
     @property
     def family(self) -> str:
         """With agents in none or all of the heads, it is what is left of it."""
-        if not self._agents:
+        if self.agent_share == 0:
             return "spread blocks" if self.block_order == "spread" else "other blocks"
-        return "ELFATT" if self._blocks else "agents"
+        return "ELFATT" if self.agent_share < 1 else "agents"
 
     @property
     def matches(self) -> bool:
-        return self._agents and self.agent_source == "merged"  # Agent-SD
+        return self.agent_share > 0 and self.agent_source == "merged"  # Agent-SD
 
     @property
     def is_random(self) -> bool:
-        return self.block_order == "spread" and (self._blocks or self.agent_source == "pooled")
-
-    @property
-    def used_settings(self) -> frozenset[str]:
-        used = {"agent_share", "split"} | ({"redraw"} if self.is_random else set())
-        used |= {"block_size", "block_order"} if self._blocks else set()
-        if self._agents:
-            used |= {"agent_source", "agent_scale", "value_shortcut"}
-            used |= {"agent_ratio"} if self.matches else {"agents", "block_order"}
-        return frozenset(used.intersection(self.settings()))
-
-    @property
-    def _agents(self) -> bool:
-        return self.agent_share > 0
-
-    @property
-    def _blocks(self) -> bool:
-        return self.agent_share < 1
+        return self.block_order == "spread" and (self.agent_share < 1 or self.agent_source == "pooled")
 
 
 @dataclass

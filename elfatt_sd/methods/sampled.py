@@ -122,11 +122,6 @@ class Sampled(Attention):
         groups += " group" + "s" * (groups != "1") + " in columns" * (not self.lattice)
         return self.said(fitted, "keys", "# sampled keys", more=groups)
 
-    @property
-    def used_settings(self) -> frozenset[str]:
-        """The settings that change what it does; one group has all queries."""
-        return super().used_settings - ({"lattice"} if self.groups == 1 else set())
-
 
 @dataclass
 class _Cells(Prepared):

@@ -79,14 +79,11 @@ class Decisions:
         return self._known.get(key)
 
     def put(self, key: str, decision: Decision) -> None:
-        """Keep a decision, in the file only a settled one.
-
-        A folder that cannot be written only costs another measurement next time.
-        """
+        """Keep a decision, in the file only a settled one."""
         self._known[key] = decision
         if decision.settled:
             kept = {**self._read(), key: decision}
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # it only costs another measurement next time
                 write_json(self.path, {known: dataclasses.asdict(value) for known, value in kept.items()})
 
     def _read(self) -> dict[str, Decision]:

@@ -74,11 +74,7 @@ class LayerCall:
         self.outcome = ""  # why the layer was not approximated in this call; `done` if it was
 
     def begin(self, phase: Phase, step: int, device: torch.device, ahead: RunDraws | None = None) -> bool:
-        """Set the phase, and prepare it on the grid: what is merged into what, and what its attention prepares.
-
-        Returns:
-            Whether what was prepared holds for other steps of the phase as well.
-        """
+        """Prepare a phase on the grid; tell whether what is prepared holds for other steps of the phase as well."""
         self.phase = phase
         self.block_input = self.split = self.candidates = self.prepared = None
         self.calls, self.added = 0, {}

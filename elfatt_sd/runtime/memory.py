@@ -114,17 +114,6 @@ def check_differences(run: Run, config: PatchConfig, device: torch.device) -> No
         )
 
 
-class _Request(NamedTuple):
-    """What a layer draws; see `Draws.made`."""
-
-    draws: Draws
-    what: str
-    numbers: int
-    make: Callable[[Tensor], Tensor]
-    length: int
-    dtype: torch.dtype
-
-
 class RunDraws:
     """What the layers of a denoiser draw in the steps of one phase.
 
@@ -137,7 +126,8 @@ class RunDraws:
         self._end = end
         self.prepared: dict[int, tuple[Any, ...]] = {}  # with the views, by the layer's index
         self.allocated = False
-        self._requests: dict[tuple[int, str], _Request] = {}
+        # what a layer draws, see `Draws.made`, and what that made once
+        self._requests: dict[tuple[int, str], tuple[Draws, str, int, Callable[[Tensor], Tensor], Tensor]] = {}
         self._views: dict[tuple[int, str], Tensor] = {}
         self._places: dict[tuple[torch.device, torch.dtype], dict[tuple[int, str], slice]] = {}
         self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
@@ -150,15 +140,15 @@ class RunDraws:
         if key in self._views:
             return self._views[key]
         row = make(draws.uniform(what, count))
-        self._requests[key] = _Request(draws, what, count, make, len(row), row.dtype)
+        self._requests[key] = draws, what, count, make, row
         return row
 
     def allocate(self) -> None:
         self.allocated = True
-        for key, request in self._requests.items():
-            places = self._places.setdefault((self._devices[key[0]], request.dtype), {})
+        for key, (*_, row) in self._requests.items():
+            places = self._places.setdefault((self._devices[key[0]], row.dtype), {})
             start = max((-(-place.stop // _ALIGNED) * _ALIGNED for place in places.values()), default=0)
-            places[key] = slice(start, start + request.length)
+            places[key] = slice(start, start + len(row))
         with torch.inference_mode(False):  # they are filled within and without
             for (device, dtype), places in self._places.items():
                 size = max(place.stop for place in places.values())
@@ -186,7 +176,7 @@ class RunDraws:
             for where, places in self._places.items():
                 rows = torch.zeros(len(steps), len(self._buffers[where]), dtype=where[1], device="cpu")
                 for key, place in places.items():
-                    own, what, numbers, make, *_ = self._requests[key]
+                    own, what, numbers, make, _ = self._requests[key]
                     draws = {at.step: at for at in map(own.at, steps)}  # steps that share their draws have them once
                     made = make(torch.stack([at.uniform(what, numbers) for at in draws.values()]))
                     rows[:, place] = made[[list(draws).index(own.at(step).step) for step in steps]]
@@ -246,10 +236,8 @@ class Memory:
         return place
 
     def same_latents(self, place: tuple[int, ...], sample: Tensor) -> tuple[int, tuple[int, ...]]:
-        """Return how often a call's rows repeat their latents, and the place of the step's first call with them.
-
-        Both look at the values, which waits for the device.
-        """
+        """Return how often a call's rows repeat their latents, and the place of the step's first call with them."""
+        # both look at the values, which waits for the device
         first = next((known for known, other in self._firsts if _are_equal(other, sample)), place)
         if first == place:
             self._firsts.append((place, beneath_transforms(sample).detach().clone()))  # it may be a buffer

@@ -16,7 +16,6 @@ from torch import Tensor
 import elfatt_sd
 from elfatt_sd.attention import merging
 from elfatt_sd.attention.merging import Matching, Split, find_candidates, match_candidates, split_grid
-from elfatt_sd.methods import Draws
 
 GRIDS = [(32, 32), (24, 16), (33, 25), (7, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -191,32 +190,13 @@ def output(unet: Any, size: tuple[int, int]) -> Tensor:
     return unet(sample, 501, text).sample  # type: ignore[no-any-return]
 
 
-def check_whole(unet: Any, size: tuple[int, int], stride: int, before: Any = None, **given: Any) -> None:
+@pytest.mark.parametrize(("size", "ratio", "stride", "levels"), [*CASES, ((32, 32), 0.5, 2, 4)])
+def test_fixed_destinations(unet: Any, size: tuple[int, int], ratio: float, stride: int, levels: int) -> None:
+    """The random ones are those of `test_what_tomesd_merges`."""
+    given: Any = {"ratio": ratio, "use_rand": False, "max_downsample": levels}
     tomesd.apply_patch(unet, sx=stride, sy=stride, **given)
     expected = output(unet, size)
     tomesd.remove_patch(unet)
-    if before is not None:
-        before()
     with elfatt_sd.patched(unet, "tome", stride=stride, **given):
         assert (output(unet, size) - expected).abs().max() <= 1e-5
     assert (expected - output(unet, size)).abs().max() > 1e-4, "merging does something"
-
-
-@pytest.mark.parametrize(("size", "ratio", "stride", "levels"), [*CASES, ((32, 32), 0.5, 2, 4)])
-def test_fixed_destinations(unet: Any, size: tuple[int, int], ratio: float, stride: int, levels: int) -> None:
-    check_whole(unet, size, stride, ratio=ratio, use_rand=False, max_downsample=levels)
-
-
-@pytest.mark.parametrize(("size", "stride"), list(zip(SIZES, (2, 4, 2), strict=True)))
-def test_the_same_random_destinations(
-    unet: Any, size: tuple[int, int], stride: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn, randint = list[Tensor](), torch.randint
-
-    def replay() -> None:
-        assert len(drawn) == 3  # layers of the finest level, in the order of the calls
-        monkeypatch.setattr(torch, "randint", randint)
-        monkeypatch.setattr(Draws, "uniform", lambda *_: (drawn.pop(0).flatten() + 0.5) / stride**2)
-
-    monkeypatch.setattr(torch, "randint", lambda *args, **given: drawn.append(randint(*args, **given)) or drawn[-1])
-    check_whole(unet, size, stride, replay, ratio=0.5)

@@ -6,7 +6,6 @@ import itertools
 import math
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -330,34 +329,6 @@ def test_more_rows_or_heads_than_a_cuda_grid_takes(masked: bool, monkeypatch: py
         torch.testing.assert_close(softmax_attention(q, k, v, mask=mask), whole)
         torch.testing.assert_close(attend(q, k, v, bias=bias), part)
     assert work.calls == 2 * math.ceil(5 / 3) * math.ceil(7 / 3)
-
-
-def test_auto_takes_flash_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper and on Blackwell's data centre cards PyTorch takes cuDNN's attention, which is faster.
-
-    A head size that flash-attn does not take, or a mask, falls back to the native kernel.
-    """
-    dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
-    half, cards = torch.float16, {(7, 5): False, (8, 6): True, (9, 0): False, (10, 3): False, (12, 0): True}
-    cases: list[tuple[str, torch.dtype, int, tuple[int, int], bool, bool]] = [
-        *(("cuda", half, 40, card, True, flash) for card, flash in cards.items()),
-        *(("cuda", torch.bfloat16, 256, (8, 0), True, True), ("cuda", half, 320, (8, 0), True, False)),
-        *(("cuda", half, 40, (8, 0), False, False), ("cuda", torch.float32, 40, (8, 0), True, False)),
-        ("cpu", half, 40, (8, 0), True, False),
-    ]
-    for device, dtype, size, card, there, flash in cases:
-        tensor: Any = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(2, 64, 8, size))
-        monkeypatch.setattr(dispatch, "_CAN_USE_FLASH_ATTN", there)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, card=card: card)
-        assert attention.flash_takes(tensor) is flash, (device, dtype, size, card, there)
-    served: list[tuple[int, str]] = []
-    monkeypatch.setattr(attention, "flash_takes", lambda q: q.shape[-1] <= 8)
-    monkeypatch.setattr(attention, "_dispatch", lambda q, *others: (served.append((q.shape[-1], others[-1])), q)[1])
-    for size in (8, 16):
-        q, k, v = qkv(50, size=size)
-        block_attention(q, k, v, 16, backend="auto")
-        softmax_attention(q, k, v, mask=torch.ones(50, 50, dtype=torch.bool), backend="auto")
-    assert served == [(8, "flash")] * 2  # blocks of 17 and of 16 tokens
 
 
 def test_backends_of_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ import torch
 from elfatt_sd import benchmarking
 from elfatt_sd.benchmarking import Model, fill
 from elfatt_sd.config import PatchConfig, Phase
-from elfatt_sd.families.shapes import empty_unet
+from elfatt_sd.families.shapes import Shape, empty_model
 
-SMALL: dict[str, Any] = {
+_SMALL: dict[str, Any] = {
     "sample_size": 16,
     "block_out_channels": (16, 32),
     "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
@@ -23,12 +23,13 @@ SMALL: dict[str, Any] = {
     "norm_num_groups": 8,
     "layers_per_block": 1,
 }
-SMALL_XL: dict[str, Any] = {
-    **SMALL,
+_SMALL_XL: dict[str, Any] = {
+    **_SMALL,
     "addition_embed_type": "text_time",
     "addition_time_embed_dim": 8,
     "projection_class_embeddings_input_dim": 64,
 }
+SMALL, SMALL_XL = (Shape("UNet2DConditionModel", config, {}, channels=4) for config in (_SMALL, _SMALL_XL))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +47,7 @@ def cpu() -> torch.device:
 @pytest.fixture(scope="session")
 def model(cpu: torch.device) -> Model:
     """A UNet with two levels, seven self-attention layers and random weights."""
-    return Model(fill(empty_unet(SMALL), cpu, torch.float32), 8)
+    return Model(fill(empty_model(SMALL), cpu, torch.float32), 8)
 
 
 @pytest.fixture

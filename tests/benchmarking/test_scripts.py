@@ -257,7 +257,7 @@ def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
 
 def test_what_is_wrong_on_a_device_is_found(suite: Any, monkeypatch: pytest.MonkeyPatch, cpu: Any) -> None:
     """A patched layer that is a little off, one that raises, and one that gives NaN."""
-    model = suite.Model(suite.fill(suite.empty_unet(suite.TINY), cpu, torch.float32), 8)
+    model = suite.Model(suite.fill(suite.empty_model(suite.TINY), cpu, torch.float32), 8)
     found = correctness._output
 
     def output(own: Any, variant: Any, size: int) -> torch.Tensor:

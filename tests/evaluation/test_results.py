@@ -299,7 +299,7 @@ def described(**changes: Any) -> dict[str, Any]:
     [
         ({}, {"packages": {"torch": "3"}}, EVERY),
         ({}, {"packages": {"tomesd": "2"}}, {"peer"}),
-        ({}, {"packages": {"flash-attn": "3"}}, {"tome"}),
+        ({}, {"packages": {"flash-attn": "3"}}, set()),
         ({}, {"packages": {"xformers": "1"}}, {"xformers"}),
         ({}, {"packages": {"numpy": "3"}}, set()),
         ({}, {"method_sha256": "11"}, PATCHED),

@@ -173,23 +173,6 @@ def test_skip_layer_guidance(residual_steps: int) -> None:
     assert residual_steps > 1 or sorted(calls.values()) == [6, 6, 6 + 4]
 
 
-def test_guidance_shares_a_difference() -> None:
-    """The rows with the prompt come first here; the others measure the difference, and keep it for both."""
-    pipe, run = made("Z-Image")
-    found: list[tuple[torch.Tensor, ...]] = []
-    pipe.transformer.register_forward_hook(lambda module, given, output: found.append(output[0]))
-    shared, first = config("sampled", keys=8, residual_steps=2), []
-    for each in (PatchConfig("sd"), shared, shared.with_settings(residual_guidance=True)):
-        found.clear()
-        with elfatt_sd.patched(pipe, each):
-            assert torch.isfinite(run(num_inference_steps=4)).all()
-        first.append(found[0])
-    exact, other, guided = first
-    for row, own in ((0, other), (1, other), (1, guided)):
-        torch.testing.assert_close(own[row], exact[row], atol=1e-5, rtol=1e-4)
-    assert not torch.allclose(guided[0], exact[0], atol=1e-4)
-
-
 def test_rows_with_texts_of_different_lengths_are_those_that_they_are_alone() -> None:
     texts = {"prompt_embeds": [embeds()[0], embeds(2, 40)[0]]}
     texts["negative_prompt_embeds"] = [embeds(1, 70)[0], embeds(1)[0]]
@@ -199,18 +182,6 @@ def test_rows_with_texts_of_different_lengths_are_those_that_they_are_alone() ->
     with elfatt_sd.patched(pipe, config("cell_spread", block_size=8)):
         both, one = run(latents=latents), run(**alone, latents=latents[1:])
     torch.testing.assert_close(both[1:], one, atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("residual_steps", [1, 3])
-def test_guidance_that_ends_early(residual_steps: int) -> None:
-    """Later calls have one row in place of two: what the others kept is not for them."""
-    pipe, run = made("Z-Image", cfg_truncation=0.4)
-    rows: set[int] = set()
-    pipe.transformer.register_forward_pre_hook(lambda module, args: rows.add(len(args[0])))
-    untouched = run(num_inference_steps=8)
-    assert rows == {1, 2}
-    with elfatt_sd.patched(pipe, config("cell_spread", block_size=checks.MANY, residual_steps=residual_steps)):
-        torch.testing.assert_close(run(num_inference_steps=8), untouched, atol=1e-5, rtol=1e-4)
 
 
 def test_wan_goes_on_in_a_second_transformer() -> None:
