@@ -123,11 +123,11 @@ def test_what_is_found_is_close_and_fast_as_said(pipe: Any, found: Callable[...,
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_stopped_tuning_goes_on(
-    pipe: Any, asked: dict[str, Any], drawn: list[Any], stop_at: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path, asked: dict[str, Any], drawn: list[Any], stop_at: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was measured is not measured again, also for another budget; a dtype that is faster stays chosen."""
     monkeypatch.setattr(Probe, "_faster_dtype", lambda *_: "bfloat16")
-    two = asked | {"steps": 8}  # stretches
+    pipe, two = tiny.sd15(folder, **tiny.ONE_LEVEL), asked | {"steps": 8}  # stretches
     with stop_at(Runs, "deviation", lambda _, step, *__: step > 0):
         tune(pipe, closeness=30, **two)
     assert not elfatt_sd.is_patched(pipe)
