@@ -211,9 +211,10 @@ def likeness(first: Any, second: Any) -> float:
     ids=["own metric", "SSIM", "SSIM of 1", "memory", "too little memory"],
 )
 def test_other_budgets(
-    pipe: Any, asked: dict[str, Any], given: dict[str, Any], name: str | None, tmp_path: Any
+    folder: Path, asked: dict[str, Any], given: dict[str, Any], name: str | None, tmp_path: Any
 ) -> None:
     """Where nothing keeps to the budget, the pipeline is left alone; memory rules out what steps share."""
+    pipe = tiny.sd15(folder, **tiny.ONE_LEVEL)
     tuned = tune(pipe, **given, **asked)
     if name is not None:
         assert tuned.measure.name == name
@@ -262,12 +263,12 @@ def test_bad_input_is_one_line(pipe: Any, asked: dict[str, Any], changes: dict[s
 
 
 def test_what_has_no_effect_is_said(
-    pipe: Any, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames of an image, words that are cut off; and once, that nothing can be kept for the next run."""
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "file" / "cache"))
-    prompts = ["a " * 90 + "c", "a " * 90 + "d"]
+    pipe, prompts = tiny.sd15(folder, **tiny.ONE_LEVEL), ["a " * 90 + "c", "a " * 90 + "d"]
     with pytest.warns(UserWarning) as told:
         assert tune(pipe, closeness=20, frames=9, **asked | {"prompts": prompts}).proof is not None
     said = [str(each.message) for each in told]
@@ -300,9 +301,9 @@ def test_it_tunes_together_with_another_accelerator(
         elfatt_sd.remove_patch(pipe)
 
 
-def test_a_model_that_does_not_repeat_itself_is_said_to(pipe: Any, asked: dict[str, Any]) -> None:
+def test_a_model_that_does_not_repeat_itself_is_said_to(folder: Path, asked: dict[str, Any]) -> None:
     """As with kernels that are not deterministic: how close two untouched images come is measured and stated."""
-    noise = torch.Generator().manual_seed(0)
+    pipe, noise = tiny.sd15(folder, **tiny.ONE_LEVEL), torch.Generator().manual_seed(0)
     disturb = lambda _, __, output: (output[0] + 0.02 * torch.randn(output[0].shape, generator=noise),)  # noqa: E731
     handle = pipe.unet.register_forward_hook(disturb)
     try:
@@ -344,9 +345,10 @@ class Greedy(methods.CellSpread):
 
 @pytest.mark.usefixtures("own_cache")
 def test_an_approximation_without_memory_is_left_out(
-    pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(methods, "_known", dict(methods._known))
+    pipe = tiny.sd15(folder, **tiny.ONE_LEVEL)
     elfatt_sd.register(Greedy)
     tuned = tune(pipe, closeness=20, **asked)
     assert Greedy.calls > 2
