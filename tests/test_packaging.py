@@ -129,28 +129,22 @@ class Pipeline:
 
 pipe = Pipeline()
 assert_type(elfatt_sd.apply_patch(pipe, "elfatt", ratio=0.5, block_size=128, autotune=True), Pipeline)
-assert_type(elfatt_sd.apply_patch(pipe, PatchConfig.preset("agent", ratio=0.4), max_downsample=None), Pipeline)
-with elfatt_sd.patched(pipe, "tome", ratio=1) as planned:
+with elfatt_sd.patched(pipe, PatchConfig.preset("agent", ratio=0.4), max_downsample=None) as planned:
     assert_type(planned, Plan)
 shared: Settings = {"ratio": 0.5, "second_order": "spread"}
 for method in METHODS:
     elfatt_sd.apply_patch(pipe, method, **shared)
 elfatt_sd.plan(pipe, elfatt_sd.known_method(input()), height=512)
 config = PatchConfig("mine", (Phase(0.5, "block", block_order="windows"),), levels=2)
-assert_type(PatchConfig.load("c.json").with_settings(agents=7), PatchConfig)
 tuned = elfatt_sd.tune(pipe, closeness=35, prompts=["a cat", "a dog"], metric=lambda first, second: 1.0)
 assert_type(tuned.apply(pipe), Pipeline)
 
 elfatt_sd.tune(pipe, closenes=35)  # E: "closenes"
-tuned.aply(pipe)  # E: "aply"
-elfatt_sd.apply_patch(pipe, input())  # E: "str"
 elfatt_sd.apply_patch(pipe, "elfatt", ratioo=0.5)  # E: "ratioo"
 elfatt_sd.apply_patch(pipe, "elfatt", ratio="half")  # E: "ratio"
-elfatt_sd.plan(pipe, "sdd")  # E: Literal['sdd']
-PatchConfig.preset("agent", agent=7)  # E: "agent"
+elfatt_sd.plan(pipe, input())  # E: "str"
 config.with_settings(attention_backend="flush")  # E: "attention_backend"
 Phase(0.5, "elfatt", split="halves")  # E: "split"
-elfatt_sd.apply_patches(pipe)  # E: "apply_patches"
 """
 # What is not ours, or heavy, is `Any`: this test is of our own signatures.
 CONFIG = """

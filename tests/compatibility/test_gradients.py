@@ -68,15 +68,6 @@ def test_every_method_reaches_every_weight(unet: Any, method: str, step: int) ->
     assert torch.equal(patched["sample"], untouched["sample"]) == exact
 
 
-def test_one_block_has_the_exact_gradients(unet: Any) -> None:
-    """A block that holds every token is exact attention, in any order."""
-    untouched = gradients(unet)
-    for order, second in (("raster", "windows"), ("curve", "raster"), ("strided", "spread"), ("spread", None)):
-        phase = Phase(1.0, "block", block_size=256, block_order=order, second_order=second)  # type: ignore[arg-type]
-        with elfatt_sd.patched(unet, PatchConfig("one", (phase,))):
-            assert_same(gradients(unet), untouched)
-
-
 CONFIGS = {
     "agent, then blocks": PatchConfig("two", (*PatchConfig.preset("agent").phases[:1], Phase(1.0, "block"))),
     "corrected": PatchConfig("corrected", (Phase(1.0, "sampled", block_size=16, residual_steps=2),)),

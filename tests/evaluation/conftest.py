@@ -33,7 +33,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluation")
     runs.write_model(folder)
     runs.write_clip(folder)
-    runs.write_reference(folder)
+    runs.write_folder(folder / "val")
     return folder
 
 

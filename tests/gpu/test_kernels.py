@@ -98,13 +98,13 @@ def cases() -> dict[str, tuple[Tensor, Tensor]]:
     return made
 
 
-def drawn(pipe: Any, config: PatchConfig, **size: int) -> tuple[Tensor, Tensor]:
+def drawn(pipe: Any, config: PatchConfig, **options: int) -> tuple[Tensor, Tensor]:
     """Images of a patched pipeline with PyTorch's attention, and with the kernels."""
     calls = []
     for name in ("attend", "most_similar"):
         inner = getattr(kernels, name)
         setattr(kernels, name, lambda *args, _inner=inner, **given: (calls.append(0), _inner(*args, **given))[1])
-    run = checks.runner(pipe, **size)
+    run = checks.runner(pipe, num_inference_steps=2, **options)
     images = []
     for backend in ("auto", "triton"):
         with elfatt_sd.patched(pipe, config.with_settings(attention_backend=backend)):
@@ -114,14 +114,14 @@ def drawn(pipe: Any, config: PatchConfig, **size: int) -> tuple[Tensor, Tensor]:
 
 
 def pipelines(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    sd15 = tiny.sd15(folder)
+    sd15 = tiny.sd15(folder, **tiny.ONE_LEVEL)
     sampled_keys = PatchConfig("sampled", (Phase(1.0, "sampled", keys=8),), levels=2)
     cell_keys = PatchConfig("cell_spread", (Phase(1.0, "cell_spread", cell=8, block_size=16),))
     return {
         "pipeline sampled": drawn(sd15, sampled_keys),
         "pipeline cell_spread": drawn(sd15, cell_keys),
         "pipeline tome": drawn(sd15, PatchConfig.preset("tome")),
-        "pipeline flux": drawn(tiny_transformers.flux(folder), sampled_keys, height=64, width=64),
+        "pipeline flux": drawn(tiny_transformers.flux(folder), sampled_keys, height=32, width=32),
     }
 
 

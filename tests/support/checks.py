@@ -7,10 +7,6 @@ import importlib.util
 import inspect
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +34,6 @@ from elfatt_sd.runtime.denoiser import Patch
 from elfatt_sd.runtime.layer import Layers
 from elfatt_sd.runtime.processor import ElfattProcessor
 from elfatt_sd.runtime.schedule import Position
-from tools.toy import export
 
 TWO_PHASES = PatchConfig(
     "two", (Phase(0.5, "elfatt", ratio=0.5, block_size=16, agents=8), Phase(1.0, "softmax", ratio=0.5))
@@ -343,25 +338,3 @@ def check_saved(results: Results, folder: Path) -> None:
     for row in results["rows"]:
         assert any(f"| {row['method']} | {clock(row['seconds'])} |" in line for line in lines)
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-# What has to hold for the recipe of every toy.
-
-
-def check_killed_run(program: str, main: Any, arguments: list[str], out: Path, checkpoint: str) -> None:
-    """Kill a recipe without warning once it has a checkpoint, and let it go on in this process."""
-    command = [sys.executable, "-m", program, "--out", str(out), *arguments, "--save-every", "0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 300
-        while not (out / "checkpoints" / checkpoint).exists() and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-    assert not export.load_record(out / "pipeline")
-    main(["--out", str(out), *arguments])
-
-
-def check_same(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())

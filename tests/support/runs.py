@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import random
 import re
@@ -25,8 +26,6 @@ from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.reference import Reference, build_reference, renders
-from elfatt_sd.evaluation.report.data import Results
-from elfatt_sd.evaluation.report.summary import findings
 from elfatt_sd.evaluation.run import RUN_FILE, RowFolder, Run, clear_disk_errors
 from elfatt_sd.evaluation.statistics import FeatureStatistics
 from elfatt_sd.files import folder_lock, sha256_of_file
@@ -51,8 +50,6 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
 
 # An extractor that needs no weights: quick, exact, and blind to the order of a batch.
 
-DIMENSION = 12
-
 
 class Regions(nn.Module):
     """The mean colour of the four quarters of a picture."""
@@ -68,7 +65,7 @@ class Regions(nn.Module):
 
 
 def regions() -> Extractor:
-    return Extractor("regions", "FD-regions", DIMENSION, Regions(), {"network": "means of quarters"})
+    return Extractor("regions", "FD-regions", 12, Regions(), {"network": "means of quarters"})
 
 
 # What a small run needs: a random Stable Diffusion 1.5, labels, a reference folder, random CLIP weights.
@@ -393,14 +390,10 @@ def write_folder(folder: Path, *, by_class: bool = False) -> Path:
     return folder
 
 
-def write_reference(folder: Path) -> Path:
-    return write_folder(folder / "val")
-
-
 def flat(folder: Path) -> Path:
-    (folder / "flat").mkdir()
-    (folder / "flat" / "notes.txt").write_text("no photo")
-    return write_folder(folder / "flat")
+    place = write_folder(folder / "flat")
+    (place / "notes.txt").write_text("no photo")
+    return place
 
 
 def classes(folder: Path) -> Path:
@@ -422,10 +415,8 @@ def linked_classes(folder: Path) -> Path:
 
 
 def write_table(path: Path, numbers: range) -> Path:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    files = list(FILES.items())
-    rows = [{"bytes": files[number][1], "path": files[number][0]} for number in numbers]
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"bytes": content, "path": name} for name, content in list(FILES.items())[numbers.start : numbers.stop]]
     table = pyarrow.table({"image": rows, "label": [number % 3 for number in numbers]})
     parquet.write_table(table, path, row_group_size=5)
     return path
@@ -502,10 +493,8 @@ def write_run(run_dir: Path, specification: Protocol, stride: int = 4) -> Path:
     data = {"format": 1, "identity": specification.identity, "protocol": specification.to_dict()}
     (run_dir / "run.json").write_text(json.dumps({**data, "created": "today", "environment": {}}))
     for cell in specification.cells:
-        rows, row = (
-            drawn[CLASSES:] if cell.role == "null" else altered(drawn[:CLASSES], cell.name),
-            row_of(run_dir, cell),
-        )
+        rows = drawn[CLASSES:] if cell.role == "null" else altered(drawn[:CLASSES], cell.name)
+        row = row_of(run_dir, cell)
         row.images_folder.mkdir(parents=True)
         made = []
         for index, (pixels, number) in enumerate(zip(rows, classes, strict=True)):
@@ -559,11 +548,6 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def told_of(results, pattern):
-    """The finding in which a pattern is found."""
-    return next(sentence for sentence in findings(Results(results)) if re.search(pattern, sentence))
-
-
 def markdown_tables(text):
     """Cells of each table; a pipe after a backslash is text."""
     blocks = re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE)
@@ -571,15 +555,10 @@ def markdown_tables(text):
 
 
 def latex_rows(text):
-    """Rows of the tabular as lists of cells, spanning cells counted as often as they span; checks the braces."""
+    """How many cells each row of the tabular has, spanning cells counted as often as they span; checks the braces."""
     bare = re.sub(r"\\[\\{}&%$#_]", lambda match: "\n" if match[0] == r"\\" else "", text)
-    depth = 0
-    for char in bare:
-        depth += (char == "{") - (char == "}")
-        assert depth >= 0
-    assert depth == 0 and bare.count("$") % 2 == 0
+    depths = list(itertools.accumulate((char == "{") - (char == "}") for char in bare))
+    assert min(depths) == depths[-1] == bare.count("$") % 2 == 0
     body = bare[bare.index("\\toprule") : bare.index("\\bottomrule")]
-    body = re.sub(r"\\(toprule|midrule|cmidrule\(lr\)\{[\d-]+\})", "", body)
-    rows = [line.split("&") for line in body.splitlines() if "&" in line]
-    spans = [[re.search(r"\\multicolumn\{(\d+)\}", cell) for cell in row] for row in rows]
-    return [sum(int(span[1]) if span else 1 for span in row) for row in spans]
+    spans = [(line.count("&") + 1, re.findall(r"\\multicolumn\{(\d+)\}", line)) for line in body.splitlines()]
+    return [cells + sum(int(span) - 1 for span in wide) for cells, wide in spans if cells > 1]

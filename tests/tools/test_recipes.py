@@ -13,7 +13,6 @@ import torch
 import transformers
 from diffusers import FluxPipeline, StableDiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
-from support.checks import check_killed_run, check_same
 
 from elfatt_sd.toy import TOY
 from elfatt_sd.toy.renderer import ATTRIBUTES, CLASS_PROMPTS
@@ -65,15 +64,26 @@ def test_a_tiny_run_exports_a_pipeline_that_draws(name: str, trained: Callable[[
     assert "| finish | " in (trained(name) / "pipeline" / "README.md").read_text()
 
 
-def test_a_killed_run_goes_on_and_a_finished_one_is_not_run_again(
+def test_a_stopped_run_goes_on_and_a_finished_one_is_not_run_again(
     trained: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = weights(trained("toy-dit"))
-    check_killed_run(dit_recipe.__name__, dit_recipe.main, TINY, tmp_path, "outline.pt")
-    check_same(before, weights(tmp_path))
-    monkeypatch.setattr(training, "_steps", lambda *_: pytest.fail("trained again"))
-    dit_recipe.main(["--out", str(tmp_path), *TINY])
-    check_same(before, weights(tmp_path))
+    """It is stopped with the checkpoint of its first step; files are written whole or not at all."""
+    before, words, write = weights(trained("toy-dit")), ["--out", str(tmp_path), *TINY], training._checkpoint
+
+    def stop(*given: Any) -> None:
+        write(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(training, "_checkpoint", stop)
+        dit_recipe.main([*words, "--save-every", "0"])
+    assert not export.load_record(tmp_path / "pipeline")
+    for allowed in (True, False):
+        if not allowed:
+            monkeypatch.setattr(training, "_steps", lambda *_: pytest.fail("trained again"))
+        dit_recipe.main(words)
+        found = weights(tmp_path)
+        assert before.keys() == found.keys() and all(torch.equal(found[name], before[name]) for name in before)
 
 
 def test_training_of_the_weights_in_the_package_can_go_on(tmp_path):
