@@ -45,11 +45,6 @@ class ToyClassifier(nn.Module):
         """Scores `[n, values]` per attribute from features `[n, 64]`."""
         return {name: head(features) for name, head in self.heads.items()}
 
-    @torch.no_grad()
-    def classify(self, images: Tensor) -> dict[str, Tensor]:
-        """Predicted indices `[n]` per attribute, in the order of `ATTRIBUTES`; see `forward` for the images."""
-        return {name: scores.argmax(1) for name, scores in self.scores(self(images)).items()}
-
 
 @plain_defaults()
 def load_feature_extractor(device: str | torch.device = "cpu", path: str | Path = CLASSIFIER_FILE) -> ToyClassifier:

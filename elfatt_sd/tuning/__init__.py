@@ -387,7 +387,7 @@ class Search:
         aim, mean = self._aim(), proof.point.mean
         if proof.close(budget):
             room = min(mean, choice.psnr + self._offset()) - aim
-            following = self._at(choice.psnr - room + NEAR / 2) if room > NEAR else choice
+            following = self._at(choice.psnr - room + NEAR / 2) if NEAR < room < math.inf else choice
         else:
             lacks = max(aim - mean, -math.inf if budget.lowest is None else budget.lowest - proof.lowest)
             known = [(each.point.predicted, each.point.mean) for each in self.proofs]

@@ -300,12 +300,12 @@ class Proof:
         """Tell whether what was asked for can be promised; of every image only once all have been drawn."""
         every = budget.lowest is None or len(self.samples) == self.promise.images
         fast = budget.speed is None or self.speed_bound >= budget.speed
-        return every and fast and self.close(budget) and self._fits(budget)
+        return every and fast and self._fits(budget) and self.close(budget)
 
     def close(self, budget: Budget) -> bool:
         """Tell whether it is promised to be as close as asked, and every image that was drawn is."""
-        lowest = budget.lowest is None or self.measure.keeps(self.lowest, budget.lowest)
-        return lowest and (budget.closeness is None or self.measure.keeps(self.bound, budget.closeness))
+        close = budget.closeness is None or self.measure.keeps(self.bound, budget.closeness)
+        return close and (budget.lowest is None or self.measure.keeps(self.lowest, budget.lowest))
 
     def hopeless(self, budget: Budget) -> bool:
         """Tell whether further images would hardly change that it does not hold."""

@@ -79,7 +79,7 @@ def shrink(images: Tensor) -> Tensor:
 
 def predicted(classifier: ToyClassifier, images: Tensor) -> Tensor:
     """Predicted label indices `[n, 4]` in the order of `ATTRIBUTES`."""
-    return torch.stack(list(classifier.classify(images).values()), 1)
+    return torch.stack([scores.argmax(1) for scores in classifier.scores(classifier(images)).values()], 1)
 
 
 def classifier_accuracy(classifier: ToyClassifier, count: int = 512, size: int = 256) -> dict[str, float]:
