@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +59,9 @@ def run(chosen: argparse.Namespace, bench: Callable[..., Any], **given: Any) -> 
         if session.results.get("rows"):
             print(markdown(session.results))
             session.write()
+
+
+def keep_rows(session: Session, key: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Keep rows that were measured as they are, without rounds."""
+    session.group(key)["measured"] = [{**key, **row} for row in rows]
+    session.work_out()

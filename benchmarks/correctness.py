@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import common
 from elfatt_sd.benchmarking import Model, unet_call
 from elfatt_sd.benchmarking.report import Results, Session
 from elfatt_sd.benchmarking.variants import UNPATCHED, Variant, line_up, resolve_methods
@@ -55,7 +56,7 @@ def correctness(
         for name, model in models.items():
             lineup = line_up(configs, model.unet, by_phase=True, named=False)
             variants = {key: each for key, each in lineup.variants.items() if each.kind in ("patch", UNPATCHED)}
-            record.keep_rows({"model": name}, [*_rows(model, variants, size, device, dtypes, backends)])
+            common.keep_rows(record, {"model": name}, [*_rows(model, variants, size, device, dtypes, backends)])
     return record.results
 
 

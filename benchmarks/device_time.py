@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as profiler
 
+from benchmarks import common
 from elfatt_sd.benchmarking import Model, unet_call, units_of
 from elfatt_sd.benchmarking.report import Results, Session
 from elfatt_sd.benchmarking.variants import FLOOR, line_up, resolve_methods
@@ -66,7 +67,7 @@ def profile(
             rows.append({"method": name, **_profiled(unet_call(unit, model.inputs(size, batch)), device)})
         except Exception as error:
             record.lose(key, name, error)
-        record.keep_rows(key, rows)
+        common.keep_rows(record, key, rows)
     return record.results
 
 

@@ -157,7 +157,7 @@ def host(
         for done, config in enumerate(configs):
             record.progress(config.method, done, len(configs))
             rows = _rows(Calls(model, size, batch, steps), config, steps, untouched)
-            record.keep_rows({"size": size, "method": config.method}, rows)
+            common.keep_rows(record, {"size": size, "method": config.method}, rows)
     return record.results
 
 

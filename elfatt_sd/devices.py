@@ -80,7 +80,6 @@ def synchronize(device: torch.device) -> None:
 
 
 def empty_caches() -> None:
-    """Give back what PyTorch keeps of freed memory, on all accelerators."""
     for kind in accelerators():
         getattr(torch, kind).empty_cache()
 

@@ -45,7 +45,6 @@ def check_directory(path: Path, given: Collection[str], variant: str | None) -> 
 
 
 def _index(path: Path) -> dict[str, Any]:
-    """Read the index of a pipeline directory."""
     index = path / INDEX
     if not index.is_file():
         raise ElfattError(f"model={str(path)!r} has no {INDEX}; give a diffusers pipeline directory.")
@@ -117,7 +116,6 @@ def _begins(scheduler: Any) -> float:
 
 
 def _predicted(scheduler: Any) -> str:
-    """Name what a scheduler takes the network's output for."""
     declared = inspect.signature(type(scheduler).__init__).parameters  # other settings are kept without an effect
     settings = {name: value for name, value in scheduler.config.items() if name in declared}
     if hasattr(scheduler, "scale_noise") or settings.get("use_flow_sigmas"):
@@ -300,7 +298,6 @@ def check_model(
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the torch device that a name stands for."""
     if not _DEVICE.fullmatch(str(device)):
         raise ElfattError(f"device={str(device)!r} is not known; accepted: auto, cpu, cuda, cuda:N, mps, xpu.")
     there = accelerators()
@@ -314,7 +311,6 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the torch dtype that a name stands for on a device."""
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.float16
     found = _DTYPES.get(str(dtype).removeprefix("torch."))

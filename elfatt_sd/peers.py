@@ -139,7 +139,6 @@ PEERS: dict[str, Peer] = {peer.name: peer for peer in _UNETS} | {
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Check the names of a peer and of its settings."""
     checks.choice("peer", name, PEERS)
     known = PEERS[name].settings
     if unknown := sorted(settings.keys() - known.keys()):

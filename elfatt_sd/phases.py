@@ -108,7 +108,6 @@ def setting_names() -> list[str]:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check settings of phases, also those that a phase ignores."""
     unknown = sorted(settings.keys() - set(phase_settings()))
     if unknown:
         raise ElfattError(f"setting {unknown[0]!r} is not known; accepted: {', '.join(setting_names())}.")

@@ -441,7 +441,6 @@ def twin(pipe: Any, variant: Variant) -> Any:
 
 
 def _look(name: str, pipe: Any, inputs: dict[str, Any], size: Size, steps: int) -> None:
-    """Run a pipeline, and warn where it draws no image."""
     if fault := look_at(pipe, _run(pipe, inputs, size, steps))[1]:
         warnings.warn(f"elfatt-sd: {name}: the image {fault}", stacklevel=2)
 

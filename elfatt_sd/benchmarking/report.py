@@ -153,11 +153,6 @@ class Session:
             self.lose(key, what, error)
         self.work_out()
 
-    def keep_rows(self, key: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
-        """Keep rows that were measured as they are, without rounds."""
-        self.group(key)["measured"] = [{**key, **row} for row in rows]
-        self.work_out()
-
     def group(self, key: Mapping[str, Any]) -> dict[str, Any]:
         found = next((group for group in self.results["groups"] if group["key"] == dict(key)), None)
         if found is None:
@@ -331,7 +326,6 @@ def scaled(value: float | None, unit: float, digits: int) -> str:
 
 
 def show(results: Results, console: Console) -> None:
-    """Print results, and at the end what is fastest."""
     from rich.box import SIMPLE
     from rich.table import Table
     from rich.text import Text

@@ -240,7 +240,6 @@ def _fitted(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool)
 
 
 def _once(configs: Iterable[PatchConfig]) -> list[PatchConfig]:
-    """Leave out what is the same work as one before it."""
     kept: list[PatchConfig] = []
     for config in configs:
         if not any(same_work(config, other) for other in kept):

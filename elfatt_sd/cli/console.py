@@ -116,7 +116,6 @@ def one_line(message: str) -> str:
 
 
 def complain(message: str, kind: str = "error") -> None:
-    """Print one line on stderr, a warning once."""
     line = one_line(message).removeprefix("elfatt-sd: ")
     if kind == "warning":
         said = line.removesuffix(".")

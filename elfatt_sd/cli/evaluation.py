@@ -224,7 +224,6 @@ def _reporter(quiet: bool) -> Callable[[str], None]:
 
 
 def _name_failures(failed: Mapping[str, str]) -> None:
-    """Name the rows that failed and end with the exit code of a failure."""
     for cell, reason in failed.items():
         complain(f"row {cell} failed: {reason}")
     if failed:

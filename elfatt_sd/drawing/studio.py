@@ -87,7 +87,6 @@ def check_sizes(height: int | None, width: int | None) -> None:
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
-    """Read prompts from a text file, one a line; blank lines do not count."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors on Windows put a BOM first
     except (OSError, UnicodeDecodeError) as error:
@@ -406,7 +405,6 @@ def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
 
 
 def check_text_to_image(pipe: Any) -> None:
-    """Check that a pipeline draws an image from a prompt alone."""
     main_denoiser(pipe)  # refuses others
     kind, takes = type(pipe).__name__, taken(pipe)
     in_python = "give a text-to-image model, or patch it in Python with elfatt_sd.apply_patch(pipe)."

@@ -173,7 +173,6 @@ def _stamp(name: str, path: Path) -> list[Any]:
 
 
 def _tables(files: Sequence[Path]) -> Source:
-    """List the images of tables; each is read when it is wanted."""
     need("a .parquet reference", "pyarrow")
     import pyarrow.parquet as parquet
 

@@ -133,7 +133,6 @@ def make_row(run: Run, pipe: Any, row: RowFolder, batches: Numbered, advance: Ca
 
 @torch.no_grad()
 def make_batch(run: Run, pipe: Any, row: RowFolder, number: int, batch: Sequence[Prompt]) -> None:
-    """Make a batch, write its images, and then commit it by its list of hashes."""
     cell = run.protocol.cell(row.name)
     seeds = [image_seed(run.protocol, cell, prompt.index) for prompt in batch]
     with row_patch(pipe, cell, seeds[0]):

@@ -81,7 +81,6 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
 
 @contextlib.contextmanager
 def row_patch(pipe: Any, cell: Cell, seed: int = 0) -> Iterator[None]:
-    """Patch a pipeline with a row's method for the length of a `with` block."""
     with contextlib.ExitStack() as undo:
         if cell.peer:
             undo.enter_context(_seeded(pipe, seed))

@@ -84,7 +84,6 @@ class ImageMetric:
         return sha256_of_data([self.name, self.description, self.better, self.compares])
 
     def values(self, images: Images, baseline: Images | None, progress: Progress | None) -> Iterator[Tensor]:
-        """Yield one number for each image of a row, batch by batch."""
         self.reads(images.texts)
         sides = [images.stacks()] + ([baseline.stacks()] if baseline else [])
         texts, done = iter(images.texts), 0

@@ -225,7 +225,6 @@ class Protocol:
 
     @property
     def peers(self) -> frozenset[str]:
-        """Packages that some rows run in place of this one's patch."""
         return frozenset(cell.peer for cell in self.cells if cell.peer)
 
     def cell(self, name: str) -> Cell:

@@ -243,7 +243,6 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], Tensor, Tensor, np.ndarray[Any, Any]] | None:
-    """What the cache holds of a reference; None where that is not whole."""
     try:
         data = read_data(folder / "reference.json", _Record, "")
         if data is None:

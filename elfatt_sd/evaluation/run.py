@@ -94,7 +94,6 @@ class RowFolder:
         return [each.index for each in made] == [each.index for each in prompts]
 
     def add_batch(self, number: int, made: Sequence[MadeImage]) -> None:
-        """Commit images that are in their places."""
         write_file(self.batch_file(number), msgspec.json.Encoder().encode_lines(made))
 
     def finish(self, manifest: bytes) -> None:
@@ -194,7 +193,6 @@ class Run:
             )
 
     def begin(self, environment: Mapping[str, Any]) -> None:
-        """Write `run.json`, with what makes the images from now on."""
         created = self.record.created if self.begun else now()
         data = {"format": 1, "name": self.protocol.name, "identity": self.protocol.identity, "created": created}
         data |= {"protocol": self.protocol.to_dict(), "environment": dict(environment)}

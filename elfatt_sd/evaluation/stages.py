@@ -59,7 +59,6 @@ _ROUNDING = 1e-9
 
 
 def to_do(run: Run) -> str:
-    """Say what is left to do of a run: images, and stages by their names."""
     protocol, batches, done = run.protocol, list(enumerate(run.batches)), _done_before(run)
     left = [each for row in run.rows if not row.finished for number, each in batches if not row.has_batch(number, each)]
     wanted = {"score": True, "time": protocol.time is not None, "memory": protocol.memory is not None, "report": True}

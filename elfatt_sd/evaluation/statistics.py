@@ -100,7 +100,6 @@ def left_out(without: Tensor) -> Tensor:
 
 
 def verdict(interval: Interval | None, classes: int, *, lower_is_better: bool = True) -> str:
-    """Say what the interval of a difference to the baseline shows."""
     if classes < FEWEST_CLASSES:
         return TOO_FEW
     if interval is None or interval[0] <= 0 <= interval[1]:

@@ -33,7 +33,6 @@ def is_denoiser(module: object) -> bool:
 
 
 def family_of(module: nn.Module) -> Family:
-    """Return the family of a denoiser, wrapped or not."""
     inner = unwrap(module)
     if found := [family for family in FAMILIES if family.matches(inner)]:
         return found[0]
@@ -94,7 +93,6 @@ def levels_of(layers: Iterable[SelfAttention]) -> list[int]:
 
 
 def select_layers(layers: list[SelfAttention], config: PatchConfig, levels: Sequence[int]) -> list[SelfAttention]:
-    """Return the layers that a configuration patches."""
     limit: int | None = config.max_downsample
     if limit is None:
         limit = levels[: config.levels][-1] if levels else 0

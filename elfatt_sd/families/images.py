@@ -85,8 +85,6 @@ class Flux2(Flux):
 
 
 class QwenImage(JointFamily):
-    """`QwenImageTransformer2DModel`."""
-
     classes = ("QwenImageTransformer2DModel",)
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     blocks = (("transformer_blocks", "attn", "img_norm1"),)

@@ -198,7 +198,6 @@ class Dimensions:
 
 
 def transformer_width(config: Config) -> int:
-    """Return the channels of a transformer's tokens."""
     if "num_attention_heads" in config and "attention_head_dim" in config:
         return int(config["num_attention_heads"] * config["attention_head_dim"])
     return int(config["hidden_size"] if "hidden_size" in config else config["dim"])

@@ -95,7 +95,6 @@ def attention_named(name: object) -> type[Attention]:
 
 
 def check_declaration(kind: type[Attention]) -> None:
-    """Check what a class declares, before any of it is run."""
     if not (isinstance(kind, type) and issubclass(kind, Attention)):
         raise ElfattError(f"{kind!r} cannot be registered; give a class derived from elfatt_sd.methods.Attention.")
     where = f"{kind.__module__}:{kind.__qualname__} cannot be registered"

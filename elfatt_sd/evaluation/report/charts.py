@@ -291,7 +291,6 @@ def _trade_off(
 
 
 def front(spots: Sequence[Spot], *, low_is_better: bool) -> list[Spot]:
-    """Return the spots that no other beats in both."""
     sign = 1 if low_is_better else -1
     best: list[Spot] = []
     for spot in sorted(spots, key=lambda spot: (spot.across, sign * spot.up.value)):
@@ -323,7 +322,6 @@ def write_beside(axes: Axes, spot: Spot, text: str, colour: str) -> None:
 
 
 def legend_above(figure: Figure, axes: Axes) -> None:
-    """Put one entry for each label above the plot."""
     handles, labels = axes.get_legend_handles_labels()
     first = dict(zip(labels[::-1], handles[::-1], strict=True))
     names = list(dict.fromkeys(labels))

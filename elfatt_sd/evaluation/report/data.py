@@ -138,7 +138,6 @@ class Results:
 
 
 def load_results(folder: Path) -> Results:
-    """Read `results.json` of a run, or of what was published of it."""
     path = folder / RESULTS_FILE
     data = read_data(path, ResultsRecord, "make it again with `elfatt-sd eval report`")
     if data is None:

@@ -132,7 +132,6 @@ _TYPES = {".csv": "text/csv", ".md": "text/markdown", ".tex": "application/x-tex
 
 
 def render_page(results: Results, plots: Sequence[Plot], missing: Sequence[str], files: Mapping[str, str]) -> str:
-    """Write the page with as much of the images as fits into `MAX_BYTES`."""
     from markupsafe import Markup
 
     light, dark = (

@@ -115,7 +115,6 @@ def metrics_table(results: Results) -> Table | None:
 
 
 def make_table(results: Results, made: Columns) -> Table:
-    """Build a table of columns, behind those that name the row."""
     titles = ["Method", *map(setting_title, results.varied), *(title for title, _ in made)]
     lines: list[Line] = []
     for row in results.rows:
@@ -312,7 +311,6 @@ def to_markdown(table: Table) -> str:
 
 
 def md_table(titles: Sequence[str], lines: Sequence[Sequence[str]], figures: Sequence[bool]) -> str:
-    """Write a table as GitHub Markdown; columns of figures are set to the right."""
     rule = ["---:" if each else ":---" for each in figures]
     rows = [[*map(md_escape, titles)], rule, *([*map(md_escape, line)] for line in lines)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n"
