@@ -253,7 +253,8 @@ def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
     _, baseline, null = runs.UNTOUCHED.split("[[cells]]")
     file = runs.write_protocol(tmp_path, workplace / "sd15", f"[[cells]]{null}\n[[cells]]{baseline}")
     draw, check = generate.make_images, generate.check_images
-    row = Run(tmp_path / "run", build_protocol(str(file))).baseline
+    run = Run(tmp_path / "run", build_protocol(str(file)))
+    row = run.baseline
 
     def interrupted(*given: Any) -> Any:
         if row.image_file(0).is_file():
@@ -271,5 +272,6 @@ def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
         done = call("eval", *command)
     black = "image 2 is black: an overflow (give dtype float32 or bfloat16), or a safety checker"
     assert (done.exit_code, done.stderr) == (1, f"error: row sd failed: {black}\n")
+    assert not run.rows[0].known_images() and run.rows[0] is not row
     assert f"'sd', the baseline, has no images: {black}" in call("eval", "score", tmp_path / "run").stderr
     assert call("eval", *command).exit_code == 0 and len(row.made_images()) == 5
