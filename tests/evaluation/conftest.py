@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import runs
+from support import tiny_pipelines as tiny
 from torch import nn
 
 from elfatt_sd.evaluation import measure
@@ -19,20 +19,19 @@ from elfatt_sd.evaluation.run import Run
 from elfatt_sd.evaluation.stages import evaluate
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_plots() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def few_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports have one plot: all of them take longer to draw than a small run to be made."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(charts, "PLOTS", [charts.closeness])
-        yield
+    monkeypatch.setattr(charts, "PLOTS", [charts.closeness])
 
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model in `sd15`, an extractor in `clip` and a reference in `val`."""
     folder = tmp_path_factory.mktemp("evaluation")
-    runs.write_model(folder)
-    runs.write_clip(folder)
+    tiny.sd15(folder).save_pretrained(folder / "sd15")
+    tiny.image_encoder().save_pretrained(folder / "clip")
+    tiny.image_processor().save_pretrained(folder / "clip")
     runs.write_folder(folder / "val")
     return folder
 

@@ -20,7 +20,6 @@ from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.run import Run
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-SECONDS = {"end_to_end": 2.0, "unet": 1.0}
 Stage = Callable[..., dict[str, Any]]
 
 
@@ -102,20 +101,6 @@ def test_rows_take_turns_in_every_round(time: Stage, timed: Protocol) -> None:
     assert "only 3 repeats" in data["note"] and data["environment"]["packages"]["torch"]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_real_times_replace_those_of_an_earlier_attempt(timed: Protocol, tmp_path: Path, device: str) -> None:
-    (tmp_path / measure.TIME_FILE).write_text('{"rows": {"sd": {"unet": {"values": [1e9]}}}}')
-    lines: list[str] = []
-    data = measure.measure_time(Run(tmp_path, dataclasses.replace(timed, device=device, steps=2)), lines.append)
-    assert lines[3:5] == [
-        "time: warm-up, row 4 of 4, elfatt-ratio0.5-block_size16-agents8",
-        "time: round 1 of 3, row 1 of 4, sd",
-    ]
-    for row in data["rows"].values():
-        assert len(row["unet"]["values"]) == len(row["end_to_end"]["values"]) == 3
-        assert 0 < row["unet"]["seconds_per_image"] < row["end_to_end"]["seconds_per_image"] < 1e6
-
-
 def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(time: Stage) -> None:
     """Out of memory is a result and no error; a baseline that fails later gives no ratios of the rounds before."""
     calls: list[str] = []
@@ -128,7 +113,7 @@ def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(time: Stage) -> N
             raise torch.OutOfMemoryError("CUDA out of memory")
         if cell.role == "baseline" and calls.count(cell.name) == 3:
             raise RuntimeError("shapes do not fit\nCompile with TORCH_USE_CUDA_DSA")
-        return SECONDS
+        return {"end_to_end": 2.0, "unet": 1.0}
 
     data = time(call)
     said = {"tomesd-ratio0.5": "peer 'tomesd' is not installed", "sd": "RuntimeError: shapes do not fit"}
@@ -212,8 +197,14 @@ def test_what_ends_or_hides_a_measurement_is_named_and_rows_go_on(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_fresh_process_measures_the_peak(timed: Protocol, device: str) -> None:
-    result = measure.run_worker(dataclasses.replace(timed, device=device), timed.cells[2], 2)
+def test_real_measurements(timed: Protocol, tmp_path: Path, device: str) -> None:
+    """Times replace those of an earlier attempt, and a fresh process tells its peak."""
+    (tmp_path / measure.TIME_FILE).write_text('{"rows": {"sd": {"unet": {"values": [1e9]}}}}')
+    protocol = dataclasses.replace(timed, device=device, steps=2)
+    for row in measure.measure_time(Run(tmp_path, protocol), lambda line: None)["rows"].values():
+        assert len(row["unet"]["values"]) == len(row["end_to_end"]["values"]) == 3
+        assert 0 < row["unet"]["seconds_per_image"] < row["end_to_end"]["seconds_per_image"] < 1e6
+    result = measure.run_worker(protocol, timed.cells[2], 2)
     assert result["kind"] == {"cpu": "VmHWM", "cuda": "CUDA allocated"}[device]
     assert {"cpu": 0.05, "cuda": 1e-4}[device] < result["peak"] < 20
 

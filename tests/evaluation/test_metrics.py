@@ -212,7 +212,6 @@ def test_a_paired_difference_has_a_verdict(tmp_path: Path, better: Any, classes:
         scorer(MetricChoice("own_metrics:endless")).measure(row(tmp_path, "a", 0))
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 WAYS = ("inception", "inception:torch-fidelity", "inception:pytorch-fid", "inception:clean-fid")
 
 
@@ -292,17 +291,13 @@ def test_toy_features_and_attributes() -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(clip: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directories of models: a `clip` with its text part; `cut`, without the projection; `dinov2`."""
-    from transformers import CLIPConfig, CLIPModel, CLIPVisionConfig, CLIPVisionModel, Dinov2Config, Dinov2Model
+    from transformers import CLIPModel, CLIPVisionModel, Dinov2Config, Dinov2Model
 
     made: Path = tmp_path_factory.mktemp("models")
-    torch.manual_seed(0)
-    vision = {**SIZES, "image_size": 32, "patch_size": 8}
-    # the projection has another size than the picture part's own settings say, as some are published
-    whole = CLIPConfig(text_config={**SIZES, "vocab_size": 50}, vision_config=vision, projection_dim=24)
-    CLIPModel(whole).save_pretrained(made / "clip")
-    CLIPVisionModel(CLIPVisionConfig(**vision)).save_pretrained(made / "cut")
+    shutil.copytree(clip, made / "clip")
+    CLIPVisionModel(CLIPModel.from_pretrained(clip).config.vision_config).save_pretrained(made / "cut")
     config = Dinov2Config(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14)
     Dinov2Model(config).save_pretrained(made / "dinov2")
     return made

@@ -245,9 +245,8 @@ def test_cache_is_used_until_files_or_preprocessing_change(
     monkeypatch.setattr(extraction, "LARGEST_BATCH", 3 * 40 * 32)  # bytes of one
     extractor, sizes = regions(), list[int]()
     extractor.network.register_forward_hook(lambda module, given, out: sizes.append(len(out)))
-    assert (
-        build(source, tmp_path / "cache", extractor, count=PHOTOS + 3).description["count"] == sum(sizes) == PHOTOS + 3
-    )
+    found = build(source, cache, extractor, count=PHOTOS + 3)
+    assert found.description["count"] == sum(sizes) == PHOTOS + 3
     assert max(sizes) == 2
 
 
@@ -355,9 +354,8 @@ def test_statistics_of_another_tool(tmp_path: Path) -> None:
         ({}, "cannot be read"),
     ]
     for changed, said in impossible:
-        np.savez(
-            tmp_path / "odd.npz", **{"mu": np.zeros(12), "sigma": np.eye(12), "count": np.int64(PHOTOS), **changed}
-        )
+        odd = {"mu": np.zeros(12), "sigma": np.eye(12), "count": np.int64(PHOTOS), **changed}
+        np.savez(tmp_path / "odd.npz", **odd)
         if not changed:
             (tmp_path / "odd.npz").write_text("no archive")
         with pytest.raises(ElfattError, match=said) as error:

@@ -32,9 +32,6 @@ from elfatt_sd.evaluation.run import RowFolder, Run
 from elfatt_sd.evaluation.score import score_run
 from elfatt_sd.evaluation.stages import verify_run
 
-MEASURED = ("time", "memory")
-OF_THE_FOLDER = ("identity", "created", "sha256")
-
 
 class Figures(JSONSnapshotExtension):
     """Figures of images with the same hashes are equal to three digits; another processor draws others."""
@@ -59,25 +56,18 @@ def close(now: Any, kept: Any, tolerance: float) -> bool:
     return bool(now == kept)
 
 
-def bare(data: Any) -> Any:
-    """What of a measurement is the same anywhere: its keys, and how many values there are."""
+def lasting(data: Any, folder: str, key: str = "", measured: bool = False) -> Any:
+    """Results without the machine and where the run lies; of times and memory, how many values there are."""
+    measured = measured or key in ("time", "memory")
+    if key == "environment" and not measured:
+        return sorted(data)
     if isinstance(data, dict):
-        return {key: bare(value) for key, value in data.items()}
-    return [bare(value) for value in data] if isinstance(data, list) else "measured"
-
-
-def lasting(data: Any, folder: str) -> Any:
-    """Results without times, the machine, and where the run lies."""
-    if isinstance(data, str):
-        return data.replace(folder, "FOLDER")
+        return {name: lasting(value, folder, name, measured) for name, value in data.items()}
     if isinstance(data, list):
-        return [lasting(value, folder) for value in data]
-    if not isinstance(data, dict):
-        return data
-    masked = {key: re.sub(r"\w", "0", data[key]) for key in OF_THE_FOLDER if isinstance(data.get(key), str)}
-    masked |= {key: bare(data[key]) for key in MEASURED if key in data}
-    masked |= {"environment": sorted(data["environment"])} if "environment" in data else {}
-    return {key: masked[key] if key in masked else lasting(value, folder) for key, value in data.items()}
+        return [lasting(value, folder, "", measured) for value in data]
+    if measured or not isinstance(data, str):
+        return "measured" if measured else data
+    return re.sub(r"\w", "0", data) if key in ("identity", "created", "sha256") else data.replace(folder, "FOLDER")
 
 
 def golden(run_dir: Path) -> dict[str, Any]:
@@ -106,7 +96,7 @@ def test_scores_of_known_images(tmp_path: Path, own_cache: Path, snapshot: Snaps
 
 ELFATT = "elfatt-ratio0.5-block_size16-agents8"
 FD = "FD-CLIP (ViT of width 32/8@32) (12 reference images)"
-MANIFEST, IMAGE = "cells/null/manifest.jsonl", "cells/null/images/00002.png"
+MANIFEST, BEFORE, IMAGE = (f"cells/null/{name}" for name in ("manifest.jsonl", "images/00001.png", "images/00002.png"))
 UNLIKE = f"{MANIFEST}: images, prompts, classes or seeds are not"
 
 
@@ -132,11 +122,7 @@ def listed_otherwise(before: str, now: str) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("damage", "recompute", "messages"),
     [
-        (
-            lambda run_dir: shutil.copy(run_dir / IMAGE.replace("2.", "1."), run_dir / IMAGE),
-            True,
-            [f"{IMAGE}: altered"],
-        ),
+        (lambda run_dir: shutil.copy(run_dir / BEFORE, run_dir / IMAGE), True, [f"{IMAGE}: altered"]),
         (lambda run_dir: (run_dir / IMAGE).unlink(), True, [f"{IMAGE}: deleted"]),
         (lambda run_dir: (run_dir / IMAGE.replace("2.", "9.")).touch(), True, ["00009.png: not an image of this run"]),
         (listed_otherwise('"owl"', '"eagle"'), True, [UNLIKE]),
@@ -194,10 +180,6 @@ LOST = r"run\.json: .*; put the file back from a copy"
 UNREADABLE = r"cannot be read: (it is not a plain file|Too many levels)"
 
 
-def loop(path: Path) -> None:
-    path.symlink_to(path)
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
@@ -213,7 +195,7 @@ def loop(path: Path) -> None:
         (MANIFEST, os.mkfifo, "does not exist"),
         ("run.json", os.mkdir, UNREADABLE),
         ("run.json", os.mkfifo, UNREADABLE),
-        ("results.json", loop, UNREADABLE),
+        ("results.json", lambda path: path.symlink_to(path), UNREADABLE),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

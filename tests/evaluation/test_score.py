@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.runs import CLASSES, SCORED, counting, protocol, row_of, write_run
+from support.runs import CLASSES, SCORED, protocol, regions, row_of, write_run
 from torchmetrics.functional.image import structural_similarity_index_measure
 
 from elfatt_sd.errors import ElfattError
@@ -28,26 +28,17 @@ from elfatt_sd.evaluation.statistics import FeatureStatistics
 from elfatt_sd.measure import student_quantile
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
-def made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Extractor]:
+def made(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Extractor]:
     """Extractors that are quick and count their pictures, in the order in which they are loaded."""
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(cache))
-    return counting(monkeypatch)
+    made: list[Extractor] = []
+    monkeypatch.setattr(score, "load_extractor", lambda spec, **_: made.append(regions()) or made[-1])
+    return made
 
 
 @pytest.fixture
 def run_dir(tmp_path: Path, made: list[Extractor]) -> Path:
     return write_run(tmp_path / "run", protocol())
-
-
-def scores_of(run_dir: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((run_dir / "scores.json").read_text())
-    return data
 
 
 def test_changes_of_pairs(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +85,7 @@ def test_altered_pictures_are_named_unfinished_rows_left_out_and_the_baseline_ne
     assert not (run_dir / "scores.json").exists()
     row.manifest.unlink()
     score_run(Run.open(run_dir))
-    scores = scores_of(run_dir)
+    scores = json.loads((run_dir / "scores.json").read_text())
     assert (list(scores["rows"]), scores["identity"]) == (["sd", "null", "dark"], "of an earlier version")
     assert scores["rows"]["dark"]["accuracy"] is None, "which only the toy's extractor reads"
     row_of(run_dir, SCORED[0]).manifest.unlink()
@@ -107,7 +98,8 @@ def test_a_reference_of_moments_gives_no_kernel_distance(tmp_path: Path, made: l
     np.savez(tmp_path / "other.npz", mu=statistics.mean, sigma=statistics.covariance)
     run_dir = write_run(tmp_path / "run", protocol(reference=Reference(str(tmp_path / "other.npz"))))
     score_run(Run.open(run_dir))
-    assert list(scores_of(run_dir)["rows"]["sd"]["distances"]) == ["FD-regions (statistics of other.npz)"]
+    rows = json.loads((run_dir / "scores.json").read_text())["rows"]
+    assert list(rows["sd"]["distances"]) == ["FD-regions (statistics of other.npz)"]
     with pytest.raises(ElfattError, match=r"\['clip:a', 'clip:b'\] give FD-regions twice; give one of each kind"):
         score.load_extractors(protocol(extractors=("clip:a", "clip:b")))
 

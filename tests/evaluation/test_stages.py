@@ -15,7 +15,7 @@ from support.commands import call
 from support.runs import full_overrides, row_of
 
 from elfatt_sd.cli.evaluation import build_protocol
-from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate, stages
 from elfatt_sd.evaluation.metrics import MetricChoice
 from elfatt_sd.evaluation.protocols import Protocol
@@ -131,17 +131,6 @@ def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
         assert finished_stages(lines) == [f"{stage}: done{'' if again else ' before'}" for stage in STAGES]
 
 
-def test_a_baseline_that_fails_ends_the_run_at_once(
-    full_protocol: Protocol, shared_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        generate, "make_row", lambda run, pipe, row, *_: "it is black" if row is run.baseline else pytest.fail("begun")
-    )
-    last_first = dataclasses.replace(full_protocol, cells=full_protocol.cells[::-1])
-    with pytest.raises(ElfattFailure, match=r"'sd', the baseline, has no images: it is black"):
-        evaluate(tmp_path / "run", last_first)
-
-
 def test_a_torn_reference_picture_costs_no_images(
     full_protocol: Protocol, workplace: Path, own_cache: Path, tmp_path: Path
 ) -> None:
@@ -212,6 +201,9 @@ def test_run_prints_the_page_and_the_other_commands_work_on_it(
     Run.open(run_dir).rows[1].image_file(1).unlink()
     done = call("eval", "verify", run_dir)
     assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1) and "null/images/00001.png: deleted" in done.stderr
+    overrides = sets([line for line in full_overrides(workplace) if "reference" not in line])
+    done = call("eval", "reference", file, "--reference", workplace / "val", "--allow-count", *overrides)
+    assert done.exit_code == 0 and '"count": 12' in done.stdout
 
 
 @pytest.mark.usefixtures("shared_cache")
@@ -229,19 +221,11 @@ def test_dry_run_prints_and_makes_nothing(workplace: Path, file: Path, tmp_path:
     assert build_protocol("toy", model="models/\N{GRINNING FACE}é").model == "models/\N{GRINNING FACE}é"
 
 
-def test_reference_says_what_it_found(workplace: Path, file: Path, own_cache: Path) -> None:
-    overrides = sets([line for line in full_overrides(workplace) if "reference" not in line])
-    done = call("eval", "reference", file, "--reference", workplace / "val", "--allow-count", *overrides)
-    assert done.exit_code == 0 and '"count": 12' in done.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
         (("--limit", "1"), ("1 image a row has no distance", "at least 2")),
         (("--set", "steps=6", "--out", "RUN"), ("steps: 4 there, 6 here", "--reuse")),
-        (("--reference", ""), ("reference.source is missing",)),
-        (("--reference", "FILE.npz"), ("file.npz",)),
         (("--reference", "OWN"), ("is of this run; give images that it is compared with",)),
         (("--set", "reference.count=13"), ("12 images", "13")),
         (("--inception-weights", "FILE.npz", "--set", 'extractors=["inception"]'), ("sha256",)),
@@ -263,11 +247,14 @@ def test_wrong_use_is_one_line_before_any_work(
 
 
 def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the baseline the others are not begun; what was made is kept."""
+    """Without the baseline, which is the last here, the others are not begun; what was made is kept."""
+    _, baseline, null = runs.UNTOUCHED.split("[[cells]]")
+    file = runs.write_protocol(tmp_path, workplace / "sd15", f"[[cells]]{null}\n[[cells]]{baseline}")
     draw, check = generate.make_images, generate.check_images
-    row = Run(tmp_path / "run", build_protocol(str(file))).baseline
+    run = Run(tmp_path / "run", build_protocol(str(file)))
+    row = run.baseline
 
     def interrupted(*given: Any) -> Any:
         if row.image_file(0).is_file():
@@ -285,4 +272,6 @@ def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
         done = call("eval", *command)
     black = "image 2 is black: an overflow (give dtype float32 or bfloat16), or a safety checker"
     assert (done.exit_code, done.stderr) == (1, f"error: row sd failed: {black}\n")
+    assert not run.rows[0].known_images() and run.rows[0] is not row
+    assert f"'sd', the baseline, has no images: {black}" in call("eval", "score", tmp_path / "run").stderr
     assert call("eval", *command).exit_code == 0 and len(row.made_images()) == 5

@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support import tiny_pipelines as tiny
 from torch import Tensor, nn
 
-from elfatt_sd.evaluation import generate, protocols, score
+from elfatt_sd.evaluation import generate, protocols
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
@@ -68,7 +67,7 @@ def regions() -> Extractor:
     return Extractor("regions", "FD-regions", 12, Regions(), {"network": "means of quarters"})
 
 
-# What a small run needs: a random Stable Diffusion 1.5, labels, a reference folder, random CLIP weights.
+# What a small run needs; the fixture `workplace` has its models.
 
 ROOT = Path(__file__).parents[2]
 LABELS = ("cat", "dog", "owl", "fox", "crane")
@@ -102,21 +101,8 @@ TWO_PROCESSES += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_ba
 TWO_PROCESSES += ["--main_process_port", "0"]  # any free one: tests run side by side
 
 
-def write_model(folder: Path) -> Path:
-    """Save a random pipeline with the layout of Stable Diffusion 1.5."""
-    tiny.sd15(folder).save_pretrained(folder / "sd15")
-    return folder / "sd15"
-
-
-def write_clip(folder: Path) -> Path:
-    """Save a random CLIP image encoder with its preprocessing."""
-    tiny.image_encoder().save_pretrained(folder / "clip")
-    tiny.image_processor().save_pretrained(folder / "clip")
-    return folder / "clip"
-
-
 def write_protocol(folder: Path, model: Path, cells: str = CELLS) -> Path:
-    """Write a protocol for `write_model`: five 32x32 images a row in batches of two, four steps."""
+    """Write a protocol for a model like Stable Diffusion 1.5: five 32x32 images a row in batches of two, four steps."""
     path, labels = folder / "small.toml", folder / "labels.txt"
     labels.write_text("\n".join(LABELS) + "\n")
     path.write_text(f"""
@@ -217,14 +203,23 @@ def build_run(folder: Path, *, images: int = 12, size: int = 128) -> dict:
             row["failed"] = "picture 7 is black (all pixels 0); 8 of 12 pictures were made"
         if row["cell"] == NO_MEMORY:
             row["memory"] = None
-        _write_cell(folder, row, images, size)
+        change = dict((method, change) for method, _, change in METHODS).get(row["method"], 0.0)
+        change *= row["settings"].get("ratio", 0)
+        count, first = 8 if row["failed"] else images, 1000 if row["role"] == "null" else 0
+        write_row(
+            RowFolder(folder / "cells" / row["cell"]),
+            [picture(first + index, change, size) for index in range(count)],
+            prompt=[prompt(index) for index in range(count)],
+            class_index=range(count),
+            seed=range(first, first + count),
+        )
     results = _results(rows)
     save(folder, results)
     return results
 
 
-def build_sweep(folder: Path, *, images: int = 2, size: int = 32) -> dict:
-    """Write a run of 40 rows of many methods with long labels, some swept, with UNet time and no memory."""
+def build_sweep() -> dict:
+    """Return results of 40 rows of many methods with long labels, some swept, with UNet time and no memory."""
     chance = random.Random(1)
     rows = [_row("sd", "SD (Baseline)", "sd", {}, "baseline", 0.0, chance)]
     rows.append(_row("sd-null", "SD, other seeds", "sd", {}, "null", 6.0, chance))
@@ -242,10 +237,7 @@ def build_sweep(folder: Path, *, images: int = 2, size: int = 32) -> dict:
     for row in rows:
         row["memory"] = None
         del row["time"]["end_to_end"]
-        _write_cell(folder, row, images, size)
-    results = _results(rows) | {"published": None}
-    save(folder, results)
-    return results
+    return _results(rows) | {"published": None}
 
 
 def _results(rows: list[dict]) -> dict:
@@ -347,19 +339,17 @@ def _timing(untouched: float, speed: float, chance: random.Random) -> dict:
     return {"seconds_per_image": sorted(values)[2], "values": values, "ratio": ratio}
 
 
-def _write_cell(folder: Path, row: dict, images: int, size: int) -> None:
-    cell = folder / "cells" / row["cell"]
-    (cell / "images").mkdir(parents=True)
-    change = dict((method, change) for method, _, change in METHODS).get(row["method"], 0.0)
-    with (cell / "manifest.jsonl").open("w", encoding="utf-8") as lines:
-        for index in range(images if row["failed"] is None else 8):
-            seed = index + (1000 if row["role"] == "null" else 0)
-            scene = picture(seed, change * row["settings"].get("ratio", 0), size)
-            path = cell / "images" / f"{index:05d}.png"
-            scene.save(path)
-            record = {"index": index, "file": f"images/{path.name}", "prompt": prompt(index), "class_index": index}
-            record |= {"seed": seed, "sha256": sha256_of_file(path)}
-            lines.write(json.dumps(record) + "\n")
+def write_row(row: RowFolder, pictures: Sequence[Image.Image], **columns: Sequence[Any]) -> None:
+    """Write the images of a row and their list, which has a column for each field of `MadeImage`."""
+    row.images_folder.mkdir(parents=True)
+    made = []
+    for index, image in enumerate(pictures):
+        path = row.image_file(index)
+        image.save(path)
+        given = {name: values[index] for name, values in columns.items()}
+        made.append(MadeImage(index, f"images/{path.name}", sha256=sha256_of_file(path), **given))
+    row.add_batch(0, made)
+    row.finish(row.batch_file(0).read_bytes())
 
 
 # A dozen small images in every kind of source, and their reference.
@@ -494,51 +484,28 @@ def write_run(run_dir: Path, specification: Protocol, stride: int = 4) -> Path:
     (run_dir / "run.json").write_text(json.dumps({**data, "created": "today", "environment": {}}))
     for cell in specification.cells:
         rows = drawn[CLASSES:] if cell.role == "null" else altered(drawn[:CLASSES], cell.name)
-        row = row_of(run_dir, cell)
-        row.images_folder.mkdir(parents=True)
-        made = []
-        for index, (pixels, number) in enumerate(zip(rows, classes, strict=True)):
-            path = row.image_file(index)
-            Image.fromarray(pixels.numpy()).save(path)
-            made.append(MadeImage(index, path.name, "a", number, index, sha256_of_file(path)))
-        row.add_batch(0, made)
-        row.finish(row.batch_file(0).read_bytes())
+        pictures = [Image.fromarray(pixels.numpy()) for pixels in rows]
+        write_row(row_of(run_dir, cell), pictures, prompt="a" * CLASSES, class_index=classes, seed=range(CLASSES))
     return run_dir
-
-
-def counting(monkeypatch: pytest.MonkeyPatch) -> list[Extractor]:
-    """Score with an extractor that counts its pictures."""
-    made: list[Extractor] = []
-    monkeypatch.setattr(score, "load_extractor", lambda spec, **_: made.append(regions()) or made[-1])
-    return made
 
 
 # What a report holds, read back.
 
 
 class Page(HTMLParser):
-    """Collects elements, their attributes, the cells of each table and all text."""
+    """Collects elements, their attributes and all text."""
 
     def __init__(self, path):
         super().__init__()
-        self.elements, self.text, self.tables, self.inside = [], "", [], None
+        self.elements, self.text, self.inside = [], "", None
         self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
         self.elements.append((tag, dict(attributes)))
-        if tag == "table":
-            self.tables.append([])
-        if tag == "tr":
-            self.tables[-1].append([])
-        if tag in ("td", "th"):
-            self.tables[-1][-1].append("")
         self.inside = tag
 
     def handle_data(self, data):
-        if self.inside not in ("script", "style"):
-            self.text += data
-            if self.tables and self.tables[-1] and self.tables[-1][-1]:
-                self.tables[-1][-1][-1] += f" {data.strip()}"
+        self.text += data if self.inside not in ("script", "style") else ""
 
     def handle_endtag(self, tag):
         if tag == self.inside:

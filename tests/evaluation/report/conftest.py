@@ -21,14 +21,9 @@ def results(run):
     return copy.deepcopy(run[1])
 
 
-@pytest.fixture(scope="session")
-def made_sweep(tmp_path_factory):
-    return build_sweep(tmp_path_factory.mktemp("sweep"))
-
-
 @pytest.fixture
-def sweep(made_sweep):
-    return copy.deepcopy(made_sweep)
+def sweep():
+    return build_sweep()
 
 
 @pytest.fixture
@@ -37,6 +32,6 @@ def one_plot(monkeypatch):
     monkeypatch.setattr(charts, "PLOTS", [charts.closeness])
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def few_plots():
     """Reports have all of their plots here."""

@@ -237,22 +237,12 @@ def test_a_wide_or_far_null_row_does_not_hide_the_methods(results):
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
 WATCH = """<script>
-window.problems = [];
+const problems = [];
 addEventListener("error", (event) => problems.push(`error: ${event.message}`));
 addEventListener("securitypolicyviolation", (event) => problems.push(`blocked: ${event.blockedURI}`));
-</script>"""
-PROBE = """<script>
 addEventListener("load", () => {
   const told = { problems, overflow: document.documentElement.scrollWidth - innerWidth };
   const id = (name) => document.getElementById(name);
-  SCRIPT
-  const result = document.createElement("pre");
-  result.id = "probe-result";
-  result.textContent = JSON.stringify(told);
-  document.body.append(result);
-});
-</script>"""
-SLIDER = """
   const state = () => ({
     at: id("compare-stage").style.getPropertyValue("--at"),
     clip: getComputedStyle(id("compare-before")).clipPath,
@@ -279,25 +269,28 @@ SLIDER = """
                   getComputedStyle(document.querySelector("svg text")).fill];
   const fetched = performance.getEntriesByType("resource").map((entry) => entry.name);
   told.requests = fetched.filter((name) => !name.startsWith("data:"));
-""".replace("FAILED", FAILED)
+  const result = document.createElement("pre");
+  result.id = "probe-result";
+  result.textContent = JSON.stringify(told);
+  document.body.append(result);
+});
+</script>""".replace("FAILED", FAILED)
 
 
-def probe(folder, report, script, *options):
-    """Open a copy of the report that watches for errors, without a display, and tell what a script saw."""
+def watched(folder, report, *options):
+    """Open a copy of the report without a display, use its slider, and tell errors and what is shown."""
     text = report.read_text(encoding="utf-8")
-    assert text.count("<head>") == text.count("</body>") == 1
-    watched = text.replace("<head>", f"<head>{WATCH}")
+    assert text.count("<head>") == 1
     copy = folder / "watched.html"
-    copy.write_text(watched.replace("</body>", PROBE.replace("SCRIPT", script) + "</body>"), encoding="utf-8")
+    copy.write_text(text.replace("<head>", f"<head>{WATCH}"), encoding="utf-8")
     command = [
         CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
         "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
         f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=5000", *options, "--dump-dom", copy.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
     found = re.search(r'<pre id="probe-result">(.*?)</pre>', done.stdout, flags=re.DOTALL)
-    assert found, "the page's load event did not come to its end"
+    assert done.returncode == 0 and found, f"the page's load event did not come to its end: {done.stderr[-2000:]}"
     return json.loads(html.unescape(found[1]))
 
 
@@ -315,8 +308,8 @@ def test_the_page_works_light_and_dark(tmp_path_factory):
     build_run(folder, size=64)
     report = write_report(load_results(folder))
     dark = ("--window-size=500,900", "--blink-settings=preferredColorScheme=0")
-    told = probe(tmp_path_factory.mktemp("light"), report, SLIDER, "--window-size=1280,900")
-    seen = (told, probe(tmp_path_factory.mktemp("dark"), report, SLIDER, *dark))
+    told = watched(tmp_path_factory.mktemp("light"), report, "--window-size=1280,900")
+    seen = (told, watched(tmp_path_factory.mktemp("dark"), report, *dark))
     (light, _), (black, _) = found = [[luminance(colour) for colour in each["colours"]] for each in seen]
     assert light > 0.9 and black < 0.05
     for each, contrast in zip(seen, found, strict=True):
