@@ -13,16 +13,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 from support import tiny_pipelines as tiny
-from support.checks import (
-    IDS,
-    SCHEDULERS,
-    elfatt_processors,
-    inputs,
-    picture_of,
-    processors,
-    recorded,
-    scheduler,
-)
+from support.checks import IDS, SCHEDULERS, elfatt_processors, inputs, picture_of, processors, recorded, scheduler
 
 import elfatt_sd
 from elfatt_sd.benchmarking.variants import forget_residuals, patched_layers
@@ -176,14 +167,6 @@ def test_a_call_leaves_no_tokens_behind(pipe: Any, monkeypatch: pytest.MonkeyPat
         picture_of(pipe, steps=2)
     [state] = held
     assert state.block_input is None and state.candidates is None
-
-
-def test_samples_of_fused_projections(folder: Path) -> None:
-    pipe = tiny.sd15(folder)
-    elfatt_sd.apply_patch(pipe, PatchConfig("samples", (Phase(1.0, "sampled", block_size=16, groups=4),)))
-    apart = picture_of(pipe)
-    pipe.unet.fuse_qkv_projections()
-    torch.testing.assert_close(picture_of(pipe), apart, atol=1e-4, rtol=0)
 
 
 # Which call of a run is which step: every scheduler, through pipelines and by hand.
