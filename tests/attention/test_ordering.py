@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checks import load_script
 from torch import Tensor
 
+from benchmarks import what_a_query_sees
 from elfatt_sd.attention.ordering import (
     MOST_FRAMES,
     Grid,
@@ -199,5 +199,5 @@ def test_merged_tokens_follow_their_positions() -> None:
 
 
 def test_the_picture_of_what_a_query_sees_is_drawn(tmp_path: Path) -> None:
-    load_script("benchmarks/what_a_query_sees.py").draw(tmp_path / "seen.png")
+    what_a_query_sees.draw(tmp_path / "seen.png")
     assert (tmp_path / "seen.png").read_bytes().startswith(b"\x89PNG")

@@ -67,18 +67,12 @@ def errors(
 
 
 def dense(attention: Any, tokens: Tensor, block: int) -> Tensor:
-    """Attention inside blocks by the formula, in float64, one head and one block after the other."""
+    """Attention inside blocks by the formula, in float64."""
     weights = {name: value.double() for name, value in attention.state_dict().items()}
-    x = tokens.double()
-    q, k, v = (x @ weights[f"to_{name}.weight"].t() for name in "qkv")
-    mixed = torch.zeros_like(q)
-    size = q.shape[2] // attention.heads
-    for head in range(attention.heads):
-        for start in range(0, x.shape[1], block):
-            at = (slice(None), slice(start, start + block), slice(head * size, (head + 1) * size))
-            logits = q[at] @ k[at].transpose(1, 2) * size**-0.5
-            mixed[at] = logits.softmax(dim=2) @ v[at]
-    return mixed @ weights["to_out.0.weight"].t() + weights["to_out.0.bias"]
+    projected = (tokens.double() @ weights[f"to_{name}.weight"].t() for name in "qkv")
+    q, k, v = (x.unflatten(2, (attention.heads, -1)).unflatten(1, (-1, block)).transpose(2, 3) for x in projected)
+    mixed = (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1) @ v  # [batch, blocks, heads, tokens of a block, channels]
+    return mixed.transpose(2, 3).flatten(3).flatten(1, 2) @ weights["to_out.0.weight"].t() + weights["to_out.0.bias"]
 
 
 def test_errors_are_those_of_the_formula(pipe: Any) -> None:

@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import QUICK, check_saved, load_script
 from support.commands import ROOT
 
-from benchmarks import correctness
+from benchmarks import correctness, gpu_suite
 from benchmarks.graphs import graphed_call
-from benchmarks.growth import growth, make_exponents
+from benchmarks.growth import make_exponents
 from benchmarks.host import host
 from benchmarks.shown import write_suite
 from elfatt_sd import benchmarking
 from elfatt_sd.benchmarking import Model, layer_phases
-from elfatt_sd.benchmarking.report import save
+from elfatt_sd.benchmarking.report import Session, save
 from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, resolve_methods, varied
 from elfatt_sd.families import copy_structure
+from elfatt_sd.families.shapes import empty_model
 from elfatt_sd.runtime import call as state_module
 
 
@@ -63,21 +63,13 @@ def test_goals_of_the_host(tmp_path: Path) -> None:
     assert len(lines) == 2 + len(rows) and plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("narrow")
-def test_growth_and_its_exponents(tmp_path: Path) -> None:
+def test_exponents_of_growth() -> None:
     """Of each round that all sizes have; what was timed at one size has none."""
     times = {4096: [4096**2, 4096, 4096], 65536: [65536**2, 65536], 16384: [16384**2, 16384, 1.0]}
     groups = [{"key": {"part": "layer", "tokens": size}, "times": {"a": taken}} for size, taken in times.items()]
     groups[0]["times"] |= {"b": [1.0], "c": []}
     expected = {"layer": {"a": pytest.approx({"median": 1.5, "min": 1, "max": 2}), "b": None}}
     assert make_exponents(groups) == expected
-    results = growth([256, 64], block_size=16, **QUICK)
-    sizes = [row["tokens"] for row in results["rows"]]
-    assert sizes == sorted(sizes) and set(results["exponents"]) == {"attention", "layer"}
-    for fits in results["exponents"].values():
-        assert "softmax" in fits and all(math.isfinite(value["median"]) for value in fits.values())
-    assert {"tomesd 0.5", *layer_phases(16)} <= set(results["exponents"]["layer"])
-    check_saved(results, tmp_path)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capturing: Any, **graph: Any) -> None:
@@ -143,13 +135,17 @@ NOT_NEEDED += ("transformers", "typer")
 
 
 @pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script, of whose methods two are left."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(
-        benchmarking, "resolve_methods", lambda names, **options: resolve_methods(("tome", "elfatt-fast"), **options)
-    )
-    return load_script("benchmarks/gpu_suite.py")
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run some parts of the suite with two of the methods, and read what it has written."""
+    some = lambda names, **options: resolve_methods(("tome", "elfatt-fast"), **options)  # noqa: E731
+    monkeypatch.setattr(benchmarking, "resolve_methods", some)
+
+    def main(*parts: str) -> Any:
+        monkeypatch.setattr(sys, "argv", words(tmp_path, *parts))
+        gpu_suite.main()
+        return read(tmp_path)
+
+    return main
 
 
 def words(folder: Path, *parts: str) -> list[str]:
@@ -160,23 +156,11 @@ def read(folder: Path) -> Any:
     return json.loads((folder / "gpu_suite.json").read_text())
 
 
-@pytest.fixture
-def run(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run some of its parts, and read what it has written."""
-
-    def main(*parts: str) -> Any:
-        monkeypatch.setattr(sys, "argv", words(tmp_path, *parts))
-        suite.main()
-        return read(tmp_path)
-
-    return main
-
-
-def test_it_writes_after_every_part(suite: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_writes_after_every_part(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of the ten minutes before stay; not so those of another machine."""
     written = []
-    original = suite.Suite.write
-    monkeypatch.setattr(suite.Suite, "write", lambda self: (original(self), written.append(read(tmp_path)))[0])
+    original = gpu_suite.Suite.write
+    monkeypatch.setattr(gpu_suite.Suite, "write", lambda self: (original(self), written.append(read(tmp_path)))[0])
     results = run("kernels", "sd15 1024 batch 1 graph triton")
     assert [len(results["parts"]) for results in written] == [1, 2, 2]
     assert results["errors"] == {} and results["missing"].keys() <= {"flash", "_flash_3", "sage"}
@@ -193,11 +177,11 @@ def test_it_writes_after_every_part(suite: Any, run: Any, tmp_path: Path, monkey
 
 
 @pytest.mark.usefixtures("narrow")
-def test_every_kind_of_part_runs(suite: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_part_runs(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods are right on this CPU; growth, a transformer, another layout, compiled, a profile; one report of all."""
     monkeypatch.setattr(torch, "compile", lambda unet, dynamic: unet)
     monkeypatch.setattr(correctness, "resolve_methods", lambda _: resolve_methods(["elfatt-fast"]))
-    monkeypatch.setattr(suite, "FEW", ("elfatt-fast",))
+    monkeypatch.setattr(gpu_suite, "FEW", ("elfatt-fast",))
     names = ["correctness", "sd15 512 batch 1 host", "growth", "flux 1024 batch 1"]
     names += ["sd15 1024 batch 1 graph channels_last", "sd15 512 batch 1 compiled"]
     results = run(*names)
@@ -212,7 +196,9 @@ def test_every_kind_of_part_runs(suite: Any, run: Any, tmp_path: Path, monkeypat
     methods = {name: {row["method"] for row in part["rows"]} for name, part in parts.items()}
     assert methods["flux 1024 batch 1"] >= {"untouched", "elfatt-fast"}
     assert "elfatt-fast, compiled" in methods["sd15 512 batch 1 compiled"]
-    assert set(parts["growth"]["exponents"]) == {"attention", "layer"}
+    fits = parts["growth"]["exponents"]
+    assert set(fits) == {"attention", "layer"} and {"tomesd 0.5", *layer_phases(16)} <= set(fits["layer"])
+    assert all(math.isfinite(fit["median"]) for each in fits.values() for fit in (each["softmax"], *each.values()))
     file, table, *plots = write_suite(tmp_path / "gpu_suite.json")
     assert [file, table] == [tmp_path / "gpu_suite.json", tmp_path / "gpu_suite.md"]
     assert sorted(plots) == sorted(tmp_path / f"gpu_suite/{name.replace(' ', '-')}.png" for name in names)
@@ -224,11 +210,11 @@ def test_every_kind_of_part_runs(suite: Any, run: Any, tmp_path: Path, monkeypat
 @pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows")
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGALRM", None])
 def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
-    number: str | None, suite: Any, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: str | None, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped by the system, or by its own clock, it concludes; after a failure it goes on."""
     before = {name: signal.getsignal(getattr(signal, name)) for name in ("SIGTERM", "SIGALRM")}
-    original, timed, went_on = suite.Session.time, [], []
+    original, timed, went_on = Session.time, [], []
 
     def time(self: Any, key: Any, *args: Any) -> None:
         if timed and number is None:
@@ -238,8 +224,8 @@ def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
         if number is not None:
             signal.raise_signal(getattr(signal, number))
 
-    monkeypatch.setattr(suite.Session, "time", time)
-    monkeypatch.setattr(suite.Suite, "merging", lambda self: went_on.append(1))
+    monkeypatch.setattr(Session, "time", time)
+    monkeypatch.setattr(gpu_suite.Suite, "merging", lambda self: went_on.append(1))
     if number is None:
         run("kernels", "merging")
         said = "RuntimeError: CUDA error"
@@ -255,9 +241,9 @@ def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_what_is_wrong_on_a_device_is_found(suite: Any, monkeypatch: pytest.MonkeyPatch, cpu: Any) -> None:
+def test_what_is_wrong_on_a_device_is_found(monkeypatch: pytest.MonkeyPatch, cpu: Any) -> None:
     """A patched layer that is a little off, one that raises, and one that gives NaN."""
-    model = suite.Model(suite.fill(suite.empty_model(suite.TINY), cpu, torch.float32), 8)
+    model = Model(benchmarking.fill(empty_model(gpu_suite.TINY), cpu, torch.float32), 8)
     found = correctness._output
 
     def output(own: Any, variant: Any, size: int) -> torch.Tensor:

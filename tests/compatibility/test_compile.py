@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_pipelines as tiny
-from support.checks import TWO_PHASES, generator, with_effect
+from support.checks import TWO_PHASES, denoise, with_effect
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import elfatt_sd
@@ -42,18 +42,6 @@ class Replays:
             return tuple(made)
 
         return replay
-
-
-def denoise(unet: Any, steps: int, side: int = 8) -> torch.Tensor:
-    """Call a UNet once for every step of a schedule and return what it gave."""
-    scheduler, made = tiny.ddim(), []
-    scheduler.set_timesteps(steps)
-    sample = torch.randn(2, 4, side, side, generator=generator())
-    text = torch.randn(2, 3, tiny.TEXT_WIDTH, generator=generator())
-    with torch.no_grad():
-        for timestep in scheduler.timesteps:
-            made.append(unet(sample, timestep, text, return_dict=False)[0].clone())
-    return torch.stack(made)
 
 
 def in_place(unet: Any, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from support import tiny_pipelines as tiny
 from support.checks import all_layers, generator, like, picture, processors, recorded, runner
 
 import elfatt_sd
-from elfatt_sd.config import PatchConfig
+from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import main_denoiser
 
@@ -31,6 +31,7 @@ FIRST, SECOND = "cell_spread", "block"
 ALL = PatchConfig("all", (dataclasses.replace(checks.ALL_KEYS[FIRST], until=0.5), checks.ALL_KEYS[SECOND]), levels=9)
 SHARED = PatchConfig("shared", (dataclasses.replace(checks.ALL_KEYS[FIRST], residual_steps=3),))
 FEW = PatchConfig("few", (checks.FEW_KEYS[FIRST],))
+THREE_PHASES = PatchConfig("three", (Phase(0.25, "sampled", keys=16, groups=4), *checks.TWO_PHASES.phases))
 Make = Callable[[Path], tuple[Any, Callable[..., torch.Tensor]]]  # what is patched, and a function that draws with it
 Put = Callable[[Any], Any]  # returns a function that takes it out again, where there is one
 
@@ -255,7 +256,7 @@ ROWS = {
     "attention slicing": Row(drawn(sd15), methodcaller("enable_attention_slicing", 1), "rounding"),
     "processors of PyTorch 2": Row(drawn(sd15), of_the_model("set_attn_processor", AttnProcessor2_0()), "rounding"),
     "processors of PyTorch 1": Row(drawn(sd15), of_the_model("set_attn_processor", AttnProcessor()), "rounding"),
-    "fused projections": Row(drawn(sd15), of_the_model("fuse_qkv_projections"), "rounding"),
+    "fused projections": Row(drawn(sd15), of_the_model("fuse_qkv_projections"), "rounding", few=THREE_PHASES),
     "projections fused for a while": Row(drawn(sd15), fused_for_a_while, "image"),
 }
 

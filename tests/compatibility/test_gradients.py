@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import ALL_KEYS, generator, recorded, with_effect
+from support.checks import ALL_KEYS, inputs, recorded, with_effect
 from torch.utils.checkpoint import checkpoint
 
 import elfatt_sd
@@ -28,12 +28,6 @@ def unet() -> Any:
 
 def small() -> Any:
     return tiny.unet(**tiny.ONE_LEVEL).double().train()
-
-
-def inputs(side: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample and text."""
-    sample = torch.randn(2, 4, side, side, generator=generator(), dtype=torch.float64)
-    return sample, torch.randn(2, 3, tiny.TEXT_WIDTH, generator=generator(), dtype=torch.float64)
 
 
 def gradients(unet: Any, timestep: Any = 900) -> dict[str, torch.Tensor]:

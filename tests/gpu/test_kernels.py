@@ -27,8 +27,7 @@ from elfatt_sd.attention.joint import Keys
 from elfatt_sd.attention.merging import Split, split_grid
 from elfatt_sd.attention.ordering import Grid, lattice_order
 from elfatt_sd.attention.softmax import sampled_attention, triton_takes
-from elfatt_sd.config import METHODS, PatchConfig
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.phases import Phase
 
 kernels: Any = None
@@ -145,14 +144,6 @@ def test_kernels_are_the_pure_functions() -> None:
     assert {name for name, difference in differences.items() if not difference < limits[name]} == set()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_one_line(pipe: Any) -> None:
-    with pytest.raises(ElfattError, match="attention_backend='triton' needs") as caught:
-        elfatt_sd.apply_patch(pipe, "elfatt-fast", attention_backend="triton")
-    assert "\n" not in str(caught.value)
-    assert not elfatt_sd.is_patched(pipe)
-
-
 def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(1)
     assert not triton_takes("triton", x), "it is on the CPU"
@@ -165,29 +156,19 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert triton_takes("triton", x)
 
 
-def denoise(unet: Any) -> torch.Tensor:
-    scheduler = tiny.ddim()
-    scheduler.set_timesteps(8, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(0)
-    sample = torch.randn(2, 4, 16, 16, generator=generator, device="cuda")
-    text = torch.randn(2, 3, tiny.TEXT_WIDTH, generator=generator, device="cuda")
-    with torch.no_grad():
-        return torch.stack([unet(sample, step, text).sample.clone() for step in scheduler.timesteps])
-
-
 @on_a_gpu
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("method", [method for method in METHODS if method != "sd"])
+@pytest.mark.parametrize("method", checks.ACTIVE)
 def test_graphs_replay_what_every_step_draws(method: Any, blocks: bool) -> None:
     """Twice over a run: the first time graphs are recorded, the second they are replayed alone."""
     settings = checks.with_effect(method, block_size=16, agents=8)
-    eager = denoise(elfatt_sd.apply_patch(tiny.unet().cuda(), method, **settings))
+    eager = checks.denoise(elfatt_sd.apply_patch(tiny.unet().cuda(), method, **settings), 8, 16, "cuda")
     unet = elfatt_sd.apply_patch(tiny.unet().cuda(), method, **settings)
     kinds = ("BasicTransformerBlock",) if blocks else ("UNet2DConditionModel",)
     for module in [module for module in unet.modules() if type(module).__name__ in kinds]:
         module.compile(mode="reduce-overhead")
     for _ in range(2):
-        torch.testing.assert_close(denoise(unet), eager, atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(checks.denoise(unet, 8, 16, "cuda"), eager, atol=1e-3, rtol=1e-3)
 
 
 @on_a_gpu

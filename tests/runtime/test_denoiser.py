@@ -13,16 +13,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 from support import tiny_pipelines as tiny
-from support.checks import (
-    IDS,
-    SCHEDULERS,
-    elfatt_processors,
-    inputs,
-    picture_of,
-    processors,
-    recorded,
-    scheduler,
-)
+from support.checks import IDS, SCHEDULERS, elfatt_processors, picture_of, processors, recorded, scheduler
 
 import elfatt_sd
 from elfatt_sd.benchmarking.variants import forget_residuals, patched_layers
@@ -37,23 +28,20 @@ from elfatt_sd.runtime.schedule import Position
 
 @pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda made: pickle.loads(pickle.dumps(made))])
 def test_copies_work_on_their_own(pipe: Any, twin_of: Any) -> None:
-    """Of a pipeline, with the scheduler that it has; of its UNet, without the rest of the pipeline."""
-    alone, (sample, text) = len(pickle.dumps(pipe.unet)), inputs(torch.float32)
+    """Of a pipeline, with the scheduler that it has; its UNet holds no other part of it."""
+    untouched, alone = picture_of(pipe, 5), len(pickle.dumps(pipe.unet))
     elfatt_sd.apply_patch(pipe, "elfatt")
-    before, twin, unet = picture_of(pipe, 5), twin_of(pipe), twin_of(pipe.unet)
+    before, twin = picture_of(pipe, 5), twin_of(pipe)
     assert len(pickle.dumps(pipe.unet)) < alone + len(pickle.dumps(pipe.vae))
     pipe.scheduler.set_timesteps(50)
     again = copy.deepcopy(twin)
     assert twin.unet.elfatt_patch.schedule._find_scheduler() is twin.scheduler
     assert torch.equal(picture_of(twin, 5), before)
     del twin
+    elfatt_sd.remove_patch(pipe)
     assert torch.equal(picture_of(again, 5), before)
-    with torch.no_grad():
-        expected = pipe.unet(sample, 999, text).sample
-        elfatt_sd.remove_patch(pipe)
-        assert torch.equal(unet(sample, 999, text).sample, expected)
-        elfatt_sd.remove_patch(unet)
-        assert torch.equal(unet(sample, 999, text).sample, pipe.unet(sample, 999, text).sample)
+    elfatt_sd.remove_patch(again)
+    assert torch.equal(picture_of(again, 5), untouched)
 
 
 def test_masks_and_unexpected_tokens_fall_back_to_exact_attention(pipe: Any) -> None:
@@ -176,14 +164,6 @@ def test_a_call_leaves_no_tokens_behind(pipe: Any, monkeypatch: pytest.MonkeyPat
         picture_of(pipe, steps=2)
     [state] = held
     assert state.block_input is None and state.candidates is None
-
-
-def test_samples_of_fused_projections(folder: Path) -> None:
-    pipe = tiny.sd15(folder)
-    elfatt_sd.apply_patch(pipe, PatchConfig("samples", (Phase(1.0, "sampled", block_size=16, groups=4),)))
-    apart = picture_of(pipe)
-    pipe.unet.fuse_qkv_projections()
-    torch.testing.assert_close(picture_of(pipe), apart, atol=1e-4, rtol=0)
 
 
 # Which call of a run is which step: every scheduler, through pipelines and by hand.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import inspect
 import itertools
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import elfatt_sd
 from elfatt_sd.attention import softmax
-from elfatt_sd.benchmarking.report import Results, clock, save
 from elfatt_sd.config import METHODS, PatchConfig, Phase
 from elfatt_sd.families import find_denoisers, find_layers, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.methods import Grid
@@ -46,16 +42,6 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None
     readings = iter([moment for second in seconds for moment in (0.0, float(second))])
     stopped = SimpleNamespace(perf_counter=lambda: next(readings), monotonic=time.monotonic)
     monkeypatch.setattr("elfatt_sd.measure.time", stopped)
-
-
-def load_script(path: str) -> Any:
-    """Import a script of the repository that is in no package."""
-    place = Path(__file__).parents[2] / path
-    spec = importlib.util.spec_from_file_location(place.stem, place)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Work(TorchDispatchMode):
@@ -164,10 +150,19 @@ def elfatt_processors(net: torch.nn.Module) -> list[str]:
 ROWS = COLUMNS = 16  # of a small UNet's latents
 
 
-def inputs(dtype: torch.dtype = torch.float64, batch: int = 2) -> tuple[Tensor, Tensor]:
-    sample = torch.randn(batch, 4, ROWS, COLUMNS, generator=generator(), dtype=torch.float64)
+def inputs(dtype: torch.dtype = torch.float64, batch: int = 2, side: int = ROWS) -> tuple[Tensor, Tensor]:
+    """Sample and text."""
+    sample = torch.randn(batch, 4, side, side, generator=generator(), dtype=torch.float64)
     text = torch.randn(batch, 5, tiny.TEXT_WIDTH, generator=generator(), dtype=torch.float64)
     return sample.to(dtype), text.to(dtype)
+
+
+@torch.no_grad()
+def denoise(unet: Any, steps: int, side: int = 8, device: str = "cpu") -> Tensor:
+    """Call a UNet once for every step of a schedule and return what it gave."""
+    scheduler, (sample, text) = tiny.ddim(), (each.to(device) for each in inputs(torch.float32, side=side))
+    scheduler.set_timesteps(steps, device=device)
+    return torch.stack([unet(sample, each, text, return_dict=False)[0].clone() for each in scheduler.timesteps])
 
 
 SAMPLE = torch.zeros(2, 4, 16, 16)
@@ -321,20 +316,3 @@ def scheduler(name: str, extra: dict[str, Any]) -> Any:
 
 def place(value: float) -> Position:
     return Position(int(999 - value), 1000, False)
-
-
-# What every benchmark is given and has to save.
-
-QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
-
-
-def check_saved(results: Results, folder: Path) -> None:
-    """JSON that reads back, a table row for each, a picture."""
-    path = folder / "x.json"
-    path.write_text(json.dumps(results))
-    table, plot = save(results, path)
-    lines = [line for line in table.read_text().splitlines() if line.startswith("|")]
-    assert len({line.count("|") for line in lines}) == 1
-    for row in results["rows"]:
-        assert any(f"| {row['method']} | {clock(row['seconds'])} |" in line for line in lines)
-    assert plot.read_bytes().startswith(b"\x89PNG")

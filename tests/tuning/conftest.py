@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,15 +44,10 @@ def counted_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_MORE_PRECISE_FIRST", ())  # kernels of some dtypes are not counted
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture(autouse=True)
-def shared_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test has measured of the same model, the next one need not, but for those with their `own_cache`."""
-    monkeypatch.setenv("ELFATT_SD_CACHE", str(cache))
+    monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path_factory.getbasetemp() / "tuning"))
 
 
 @pytest.fixture
