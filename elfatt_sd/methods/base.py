@@ -274,6 +274,11 @@ class Attention:
         """Whether it may draw at random; only then a seed or `redraw` changes anything."""
         return True
 
+    @property
+    def used_settings(self) -> frozenset[str]:
+        """The settings that change what it does."""
+        return frozenset(self.settings()) if self.is_random else frozenset(self.settings()) - {"redraw"}
+
     def accepts(self, merge: Merge) -> None:
         """Raise an `ElfattError` where it does not go with what is merged before it."""
         if merge.ratio > 0 and not self.merges:

@@ -385,5 +385,5 @@ def test_a_module_with_the_parts_of_a_pipeline() -> None:
     elfatt_sd.remove_patch(module)
     assert not elfatt_sd.is_patched(module)
     other.student, other.teacher, other.vae = unet, tiny.unet(), tiny.vae()
-    with pytest.raises(ElfattError, match=r"student \(UNet2DConditionModel\), teacher \(UNet2DConditionModel\); give"):
+    with pytest.raises(ElfattError, match="not supported: Module cannot be patched"):
         elfatt_sd.apply_patch(other, "tome")
