@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -192,6 +192,18 @@ class PatchConfig:
     def _knowing(self, changes: Mapping[str, Any]) -> PatchConfig:
         vars(self)["changes"] = changes  # no field: neither compared nor saved
         return self
+
+    def without_effect(self, settings: Iterable[str]) -> list[str]:
+        """Return those of some settings that this configuration has not: no phase that approximates uses them."""
+        used = {*RUN_SETTINGS, "active_fraction"}
+        for phase in (phase for phase in self.all_phases if not phase.exact):
+            attention = phase.attention
+            used |= {"attention_dtype", *attention.settings()} - ({"redraw"} if not attention.is_random else set())
+            used |= {"ratio"} if attention.merges else set()
+            used |= {"stride"} if phase.matches else set()
+            used |= set() if phase.dense else {"residual_steps"}
+            used |= {"residual_guidance"} if phase.corrects else set()
+        return [name for name in settings if name not in used]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
@@ -390,15 +402,7 @@ def warn_without_effect(config: PatchConfig) -> None:
     base = PRESETS.get(cast(Method, config.method.partition(":")[0]))  # without what benchmarks put into it
     if not config.phases and config.method == UNTOUCHED:
         return
-    used = {*RUN_SETTINGS, "active_fraction"}  # and what a phase that approximates uses
-    for phase in (phase for phase in config.all_phases if not phase.exact):
-        attention = phase.attention
-        used |= {"attention_dtype", *attention.settings()} - ({"redraw"} if not attention.is_random else set())
-        used |= {"ratio"} if attention.merges else set()
-        used |= {"stride"} if phase.matches else set()
-        used |= set() if phase.dense else {"residual_steps"}
-        used |= {"residual_guidance"} if phase.corrects else set()
-    said = [f"method {config.method!r} has no setting {name}" for name in config.changes if name not in used]
+    said = [f"method {config.method!r} has no setting {name}" for name in config.without_effect(config.changes)]
     if not config.active and base is not None and base.active:
         changes = " and ".join(f"{name}={value!r}" for name, value in config.changes.items())
         said = [f"with {changes}, method {config.method!r} approximates nothing"]

@@ -115,6 +115,7 @@ def check_differences(run: Run, config: PatchConfig, device: torch.device) -> No
         )
 
 
+@dataclass(eq=False)
 class RunDraws:
     """What the layers of a denoiser draw in the steps of one phase.
 
@@ -122,19 +123,21 @@ class RunDraws:
     answered by views, and `fill` writes what a step draws into them.
     """
 
-    def __init__(self, devices: dict[int, torch.device], end: int) -> None:
-        self._devices = devices
-        self._end = end
-        self.prepared: dict[int, tuple[Any, ...]] = {}  # with the views, by the layer's index
-        self.allocated = False
-        # what a layer draws, see `Draws.made`, and what that made once
-        self._requests: dict[tuple[int, str], tuple[Draws, str, int, Callable[[Tensor], Tensor], Tensor]] = {}
-        self._views: dict[tuple[int, str], Tensor] = {}
-        self._places: dict[tuple[torch.device, torch.dtype], dict[tuple[int, str], slice]] = {}
-        self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._rows: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # on the host, `[steps, numbers]`
-        self._steps = range(0)
-        self._now = -1
+    _devices: dict[int, torch.device]
+    _end: int
+    prepared: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # with the views, by the layer's index
+    allocated: bool = False
+    # what a layer draws, see `Draws.made`, and what that made once
+    _requests: dict[tuple[int, str], tuple[Draws, str, int, Callable[[Tensor], Tensor], Tensor]] = field(
+        default_factory=dict
+    )
+    _views: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    _places: dict[tuple[torch.device, torch.dtype], dict[tuple[int, str], slice]] = field(default_factory=dict)
+    _buffers: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
+    # on the host, `[steps, numbers]`
+    _rows: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
+    _steps: range = range(0)
+    _now: int = -1
 
     def made(self, draws: Draws, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         key = draws.layer, what
