@@ -115,11 +115,6 @@ def memory_counters(device: torch.device) -> Any:
     return module if device.type != "cpu" and hasattr(module, "max_memory_allocated") else None
 
 
-def in_optimized_module() -> bool:
-    frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this
-    return bool(getattr(frames, "_is_in_optimized_module", bool)())
-
-
 def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
     functorch: Any = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):

@@ -278,7 +278,14 @@ def _explained(message: str, data: Any, hint: Any) -> ElfattError:
         data = data[int(key) if isinstance(data, list | tuple) else key]
     value = repr(data)
     value = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
-    return refused(f"{place or 'the content'}={value}", _accepted(found, _bare(hint)))
+    hint = _bare(hint)
+    wanted = re.match(r"Expected `(\w+)[^`]*`(?: (?:of length )?(>=|<=|<|>) (\S+))?(?:, got .*)?(.*)", found)
+    if typing.get_origin(hint) is typing.Literal:
+        found = ", ".join(map(str, typing.get_args(hint)))
+    elif wanted is not None:  # from msgspec's "Expected `int` >= 1, got `str`"
+        kind = _KINDS.get(wanted[1], wanted[1])
+        found = " ".join(filter(None, [kind, _RANGES.get(wanted[2]), wanted[3], wanted[4].strip()]))
+    return refused(f"{place or 'the content'}={value}", found)
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -286,14 +293,3 @@ def _fits(value: Any, hint: Any) -> bool:
         msgspec.convert(value, hint)
         return True
     return False
-
-
-def _accepted(found: str, hint: Any) -> str:
-    """Turn msgspec's "Expected `int` >= 1, got `str`" into what a user may give."""
-    if typing.get_origin(hint) is typing.Literal:
-        return ", ".join(map(str, typing.get_args(hint)))
-    wanted = re.match(r"Expected `(\w+)[^`]*`(?: (?:of length )?(>=|<=|<|>) (\S+))?(?:, got .*)?(.*)", found)
-    if wanted is None:
-        return found
-    kind = _KINDS.get(wanted[1], wanted[1])
-    return " ".join(filter(None, [kind, _RANGES.get(wanted[2]), wanted[3], wanted[4].strip()]))

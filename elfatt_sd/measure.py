@@ -111,21 +111,20 @@ class Comparison:
         return busy(times for times in self.times.values() if times)
 
 
+@dataclass
 class Stopwatch:
     """Measures the `seconds` of a block, between moments at which the device has nothing left to do."""
 
-    seconds = 0.0
-
-    def __init__(self, device: torch.device = _CPU) -> None:
-        self._device = device
+    device: torch.device = _CPU
+    seconds: float = 0.0
 
     def __enter__(self) -> Self:
-        synchronize(self._device)
+        synchronize(self.device)
         self._start = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
-        synchronize(self._device)
+        synchronize(self.device)
         self.seconds = time.perf_counter() - self._start
 
 
@@ -136,13 +135,14 @@ def timed(call: Call, device: torch.device, repeated: int = 1) -> float:
     return watch.seconds / repeated
 
 
+@dataclass
 class CallTimer:
     """Adds up the time of calls of modules that do not call each other; on CUDA without waiting between them."""
 
-    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
-        self.modules, self.device = tuple(modules), device
-        self.marks: list[Any] = []
-        self.handles: list[Any] = []
+    modules: Iterable[nn.Module]
+    device: torch.device
+    marks: list[Any] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         for module in self.modules:
@@ -219,14 +219,6 @@ def student_quantile(probability: float, freedom: int) -> float:
         (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
     )
     return math.fsum(term / freedom**power for power, term in enumerate(terms))
-
-
-def mean_words(values: Sequence[float], digits: int = 1) -> str:
-    """Return the mean of values of several images with its interval of 95 %, and the lowest, for people."""
-    mean, count = statistics.fmean(values), len(values)
-    half = student_quantile(0.975, count - 1) * statistics.stdev(values) / math.sqrt(count)
-    low, high, lowest = (f"{value:.{digits}f}" for value in (mean - half, mean + half, min(values)))
-    return f"{mean:.{digits}f} on average (95 % interval {low} to {high}), lowest {lowest}, of {count} images"
 
 
 def now() -> str:

@@ -12,7 +12,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -228,23 +228,25 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
     return phases | {name: Phase(1.0, kind()) for name, kind in attentions().items() if not is_own(kind)}
 
 
+@dataclass
 class _Projected:
     """A layer whose queries, keys and values are there already; see `elfatt_sd.methods.Layer`."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self._q, self._k, self._v = q, k, v
-        self.kernel: dict[str, Any] = {"fp32_logits": False, "backend": "native"}
-        self.context = None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kernel: Mapping[str, Any] = field(default_factory=lambda: {"fp32_logits": False, "backend": "native"})
+    context: None = None
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         count = tokens.shape[1] if keys is None else len(keys)
-        return self._q, self._k[:, :count], self._v[:, :count]
+        return self.q, self.k[:, :count], self.v[:, :count]
 
     def queries(self, tokens: Tensor) -> Tensor:
-        return self._q[:, : tokens.shape[1]]
+        return self.q[:, : tokens.shape[1]]
 
     def merged(self, ratio: float) -> Tensor:
-        return self._q.flatten(2)[:, : max(1, round(self._q.shape[1] * (1 - ratio)))]
+        return self.q.flatten(2)[:, : max(1, round(self.q.shape[1] * (1 - ratio)))]
 
 
 def _attention_calls(

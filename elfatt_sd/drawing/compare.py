@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
 from PIL import Image
@@ -16,7 +16,7 @@ from elfatt_sd.drawing.pictures import psnr, side_by_side
 from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Shot, Studio, free_name, write_image
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers
-from elfatt_sd.measure import Comparison, Spread, Turn, mean_words, ratios
+from elfatt_sd.measure import Comparison, Spread, Turn, ratios, student_quantile
 from elfatt_sd.measure import busy as busy_of
 from elfatt_sd.patch import remove_patch
 from elfatt_sd.runtime.layer import fits
@@ -262,7 +262,12 @@ def closeness(decibel: Sequence[float]) -> str:
     """Say how close images are, without those that are identical; of one image there is no mean."""
     if not decibel:
         return "identical"
-    return f"PSNR in dB: {mean_words(decibel)}" if decibel[1:] else f"PSNR {decibel[0]:.1f} dB"
+    if len(decibel) == 1:
+        return f"PSNR {decibel[0]:.1f} dB"
+    middle, count = mean(decibel), len(decibel)
+    half = student_quantile(0.975, count - 1) * stdev(decibel) / math.sqrt(count)
+    spread = f"{middle:.1f} on average (95 % interval {middle - half:.1f} to {middle + half:.1f})"
+    return f"PSNR in dB: {spread}, lowest {min(decibel):.1f}, of {count} images"
 
 
 class Line(NamedTuple):

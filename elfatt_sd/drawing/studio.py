@@ -30,7 +30,7 @@ from elfatt_sd.devices import memory_counters, memory_of
 from elfatt_sd.drawing.pictures import Pixels, fault_of
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import main_denoiser, unwrap
-from elfatt_sd.families.shapes import Dimensions, decoder_widths, transformer_width
+from elfatt_sd.families.shapes import Dimensions, decoder_widths
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.loading import make_scheduler, scheduler_class
 from elfatt_sd.measure import PeakMeter, Stopwatch
@@ -256,8 +256,12 @@ def warn_if_too_large(
     clip = frames or _default(pipe, "num_frames") or 1
     length = (clip - 1) // frames_to_one(pipe) + 1  # of the latent
     config: Any = unwrap(main_denoiser(pipe)).config
-    channels = config.get("block_out_channels")
-    held = _UNET * channels[0] if channels else _TRANSFORMER * transformer_width(config)
+    if channels := config.get("block_out_channels"):
+        held = _UNET * channels[0]
+    elif "num_attention_heads" in config and "attention_head_dim" in config:
+        held = _TRANSFORMER * config["num_attention_heads"] * config["attention_head_dim"]
+    else:
+        held = _TRANSFORMER * config["hidden_size" if "hidden_size" in config else "dim"]
     tokens = (height // dimensions.multiple) * (width // dimensions.multiple)
     denoising = held * tokens * length * rows * batch * each
     vae: Any = getattr(pipe, "vae", None)

@@ -174,10 +174,16 @@ def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
     """Return, as plain data, all that decides a run's images besides its protocol."""
     items = run_prompts(protocol)
     prompts = [[item.text, item.class_index] for item in items]
+    tokens = []
+    for name, part in sorted(pipe.components.items()):
+        if name.startswith("tokenizer") and part is not None:
+            short = part.model_max_length <= 4096  # others, of language models, fill up as far as memory goes
+            options: dict[str, Any] = {"padding": "max_length", "truncation": True} if short else {}
+            tokens.append(part(["", *(item.text for item in items)], **options).input_ids)
     found: dict[str, Any] = {
         **describe_machine(pipe.device),
         "model_sha256": weights_sha256(pipe),
-        "prompts_sha256": sha256_of_data([prompts, _tokens(pipe, ["", *(item.text for item in items)])]),
+        "prompts_sha256": sha256_of_data([prompts, tokens]),
         **code_hashes(),
     }
     if protocol.prompts:
@@ -201,16 +207,6 @@ def code_hashes() -> dict[str, str]:
         "code_sha256": sha256_of_code(inspect.getsource(part) for part in _IMAGE_CODE),
         "method_sha256": sha256_of_code(method),
     }
-
-
-def _tokens(pipe: Any, texts: Sequence[str]) -> list[Any]:
-    found = []
-    for name, part in sorted(pipe.components.items()):
-        if name.startswith("tokenizer") and part is not None:
-            short = part.model_max_length <= 4096  # others, of language models, fill up as far as memory goes
-            options: dict[str, Any] = {"padding": "max_length", "truncation": True} if short else {}
-            found.append(part(list(texts), **options).input_ids)
-    return found
 
 
 def weights_sha256(pipe: Any) -> str:

@@ -179,8 +179,16 @@ class Scorer:
                 row.metrics[metric.name] = Known(Estimate.mean(values, images.classes), metric.better)
         for scale in self.scales:
             scale.measure(row, {choice.metric for choice in self.protocol.metrics})
-            if self.protocol.of_toy and scale.extractor.name == "toy":
-                row.accuracy.update(_accuracy(images, scale))
+        toy = [scale for scale in self.scales if self.protocol.of_toy and scale.extractor.name == "toy"]
+        for scale in toy:  # fraction of images that show what their prompt says, per attribute and as the mean of all
+            from elfatt_sd.toy.renderer import CLASSES, class_labels
+
+            seen = toy_attributes(scale.extractor, torch.from_numpy(np.array(scale.features(images))))
+            wanted = class_labels([CLASSES[number] for number in images.classes]).unbind(1)
+            right = {name: (found == each).double() for (name, found), each in zip(seen.items(), wanted, strict=True)}
+            for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
+                interval = share_interval(values, images.classes, len(right) if name == "mean" else 1)
+                row.accuracy[name] = Known(Estimate.mean(values, images.classes), "higher", interval=interval)
         return row
 
     def score(self, row: Measured, baseline: Measured | None) -> dict[str, Any]:
@@ -288,20 +296,6 @@ def _compared(
         rows[name]["difference"] = {"value": value, "interval": interval, **({"verdict": said} if better else {})}
         rows[name]["difference"] |= {"images": "infinite"} if limit else {}
     return rows
-
-
-def _accuracy(images: Images, scale: Scale) -> dict[str, Known]:
-    """Fraction of images that show what their prompt says, per attribute and as the mean of all."""
-    from elfatt_sd.toy.renderer import CLASSES, class_labels
-
-    seen = toy_attributes(scale.extractor, torch.from_numpy(np.array(scale.features(images))))
-    wanted = class_labels([CLASSES[number] for number in images.classes]).unbind(1)
-    right = {name: (found == each).double() for (name, found), each in zip(seen.items(), wanted, strict=True)}
-    found, classes = {}, images.classes
-    for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
-        interval = share_interval(values, classes, len(right) if name == "mean" else 1)
-        found[name] = Known(Estimate.mean(values, classes), "higher", interval=interval)
-    return found
 
 
 class Scale:

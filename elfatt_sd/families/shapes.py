@@ -197,12 +197,6 @@ class Dimensions:
         return f"the model is made for images of {self.own[0]}x{self.own[1]}; expect poor ones at {size[0]}x{size[1]}."
 
 
-def transformer_width(config: Config) -> int:
-    if "num_attention_heads" in config and "attention_head_dim" in config:
-        return int(config["num_attention_heads"] * config["attention_head_dim"])
-    return int(config["hidden_size"] if "hidden_size" in config else config["dim"])
-
-
 def decoder_widths(vae: Config) -> list[int]:
     widths = vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
     return list(widths or [vae["base_dim"] * times for times in vae.get("dim_mult") or ()])

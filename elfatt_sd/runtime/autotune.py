@@ -66,12 +66,12 @@ class Decision:
         return times if self.pays else f"left alone: {times}" + ", undecided" * (not self.settled)
 
 
+@dataclasses.dataclass
 class Decisions:
     """Decisions made on this machine, in memory and in a file that processes share."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._known: dict[str, Decision] = {}
+    path: Path
+    _known: dict[str, Decision] = dataclasses.field(default_factory=dict)
 
     def get(self, key: str) -> Decision | None:
         if key not in self._known:
@@ -114,7 +114,13 @@ class Tuner:
         around = modules_around(self._denoiser, [state.layer.name])
         if self.compiling or any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in around):
             return Decision(obstacle="not measured, because torch.compile was applied")
-        key = self._key(state, phase, sample)
+        kind = sample.device.type
+        autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        where = state.index, state.grid, state.patched.original, state.patched.fused, phase
+        given = sample.shape, sample.dtype, sample.device, autocast, torch.get_num_threads(), _copies(state, phase)
+        if (where, given) not in self._keys:
+            self._keys[where, given] = decision_key(state, phase, sample)
+        key = self._keys[where, given]
         decision = self._decisions.get(key)
         if decision is None:
             try:
@@ -125,15 +131,6 @@ class Tuner:
                 decision = Decision(obstacle="memory ran out in the measurement")
             self._decisions.put(key, decision)
         return decision
-
-    def _key(self, state: LayerCall, phase: Phase, sample: Tensor) -> str:
-        kind = sample.device.type
-        autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        where = state.index, state.grid, state.patched.original, state.patched.fused, phase
-        given = sample.shape, sample.dtype, sample.device, autocast, torch.get_num_threads(), _copies(state, phase)
-        if (where, given) not in self._keys:
-            self._keys[where, given] = decision_key(state, phase, sample)
-        return self._keys[where, given]
 
     def _measure(self, state: LayerCall, phase: Phase, sample: Tensor) -> Decision:
         if sample.device.type == "meta":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import sys
 import threading
 import types
 import weakref
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.devices import in_optimized_module, refuse_tracing
+from elfatt_sd.devices import refuse_tracing
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, family_of, find_denoisers, unwrap
 from elfatt_sd.families.joint import forget_read
@@ -357,7 +358,9 @@ class Patch:
         return call
 
     def _is_compiled(self) -> bool:
-        return in_optimized_module() or any(module._compiled_call_impl is not None for module in self._around)
+        frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this
+        inside = bool(getattr(frames, "_is_in_optimized_module", bool)())
+        return inside or any(module._compiled_call_impl is not None for module in self._around)
 
     def _allow_recompiling(self) -> None:
         """Let dynamo compile as often as there are phases and grids: its limit is one for all layers of a class."""

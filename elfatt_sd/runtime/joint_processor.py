@@ -82,8 +82,19 @@ class JointProcessor(Processor):
         if state.phase.residual_steps == 1:
             output = approximated()
             return (matching.unmerge(output[0]), *output[1:]) if isinstance(output, tuple) else matching.unmerge(output)
-        exact = functools.partial(self.original, attn, *args, **kwargs)
-        return _corrected(state, approximated, exact, matching)
+        # The error of merging and attention together is taken off: merged tokens change from step to step.
+        exact, text = functools.partial(self.original, attn, *args, **kwargs), list[Any]()
+
+        def image_of(output: Any, *, is_exact: bool = False) -> Tensor:
+            image, *others = output if isinstance(output, tuple) else (output,)
+            text[:] = others if is_exact else text or others
+            return image  # type: ignore[no-any-return]
+
+        image = state.correct(
+            lambda: matching.unmerge(image_of(approximated())), lambda rows: image_of(exact(), is_exact=True)[rows]
+        )
+        state.outcome = state.outcome or "done"
+        return (image, *text) if text else image
 
     def _call(
         self, state: LayerCall, matching: Matching | None, attn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -103,18 +114,7 @@ def joint_processor_for(original: Any) -> JointProcessor:
 
 @functools.cache
 def _class_for(kind: Any, call: Callable[..., Any]) -> type[JointProcessor]:
-    class JointProcessorOf(JointProcessor):
-        __call__ = _with_signature_of(call)
-
-    JointProcessorOf.__name__ = JointProcessor.__name__
-    for name in filter(functools.partial(hasattr, kind), _FORWARDED):
-        write = functools.partial(lambda name, own, value: setattr(own.original, name, value), name)
-        setattr(JointProcessorOf, name, property(operator.attrgetter(f"original.{name}"), write))
-    skipped_like(JointProcessorOf, kind)
-    return JointProcessorOf
-
-
-def _with_signature_of(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the class of processors that stand in for those of a kind; its call has their signature."""
     parameters = list(inspect.signature(call).parameters.values())[2:]  # after self and attn
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     first, *named = (each.name for each in parameters if each.kind not in stars)
@@ -123,24 +123,16 @@ def _with_signature_of(call: Callable[..., Any]) -> Callable[..., Any]:
     given = "".join(f", {name}" if "*args" in others else f", {name}={name}" for name in (first, *named))
     made: dict[str, Any] = {}
     exec(f"def __call__(self, attn{wanted}{others}):\n    return self.apply(attn{given}{others})", made)
-    written: Callable[..., Any] = made["__call__"]
-    return written
 
+    class JointProcessorOf(JointProcessor):
+        __call__ = made["__call__"]
 
-def _corrected(state: LayerCall, approximated: Callable[[], Any], exact: Callable[[], Any], matching: Matching) -> Any:
-    """Take the error of merging and attention together off a layer's output: merged tokens change from step to step."""
-    text: list[Any] = []
-
-    def image_of(output: Any, *, is_exact: bool = False) -> Tensor:
-        image, *others = output if isinstance(output, tuple) else (output,)
-        text[:] = others if is_exact else text or others
-        return image  # type: ignore[no-any-return]
-
-    image = state.correct(
-        lambda: matching.unmerge(image_of(approximated())), lambda rows: image_of(exact(), is_exact=True)[rows]
-    )
-    state.outcome = state.outcome or "done"
-    return (image, *text) if text else image
+    JointProcessorOf.__name__ = JointProcessor.__name__
+    for name in filter(functools.partial(hasattr, kind), _FORWARDED):
+        write = functools.partial(lambda name, own, value: setattr(own.original, name, value), name)
+        setattr(JointProcessorOf, name, property(operator.attrgetter(f"original.{name}"), write))
+    skipped_like(JointProcessorOf, kind)
+    return JointProcessorOf
 
 
 def _attend(exact: Exact, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -127,7 +127,7 @@ class PatchedLayer:
     def __init__(self, layer: SelfAttention, index: int, patch: Any) -> None:
         self.layer, self.index = layer, index
         self.patch = patch  # the `Patch` of its denoiser
-        self.original = layer.processor
+        self.take_original(layer.processor)
         self.config = patch.config.for_layer(layer.name)  # with the layer's own phases
         self.latest: LayerCall | None = None  # of any thread; compiled code reads it, as it cannot ask for its thread
         self.parts: list[nn.Module] = list(layer.attention.modules())  # and those around it, see `device_of`
@@ -135,19 +135,14 @@ class PatchedLayer:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "latest": None}
 
-    @property
-    def original(self) -> Callable[..., Tensor]:
-        return self._original
-
-    @original.setter
-    def original(self, processor: Callable[..., Tensor]) -> None:
-        self._original = processor
+    def take_original(self, processor: Callable[..., Tensor]) -> None:
+        self.original = processor
         self.accepted = frozenset(inspect.signature(processor.__call__).parameters)  # type: ignore[operator]
         # The layer's own flag outlives `unfuse_qkv_projections`.
         self.fused = isinstance(processor, FusedAttnProcessor2_0)
 
     def install(self) -> None:
-        self.original = self.layer.processor
+        self.take_original(self.layer.processor)
         setattr(self.layer.attention, STATE, self)
         self._put(self.patch.processor_of(self))
         for name in _OVERRIDDEN:
@@ -181,7 +176,7 @@ class PatchedLayer:
         if isinstance(processor, Processor):
             return
         ours = replaceable(self.layer, processor, self.patch.take_over)
-        self.original = processor
+        self.take_original(processor)
         self._put(self.patch.processor_of(self) if ours else processor)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -114,6 +115,7 @@ def check_differences(run: Run, config: PatchConfig, device: torch.device) -> No
         )
 
 
+@dataclass(eq=False)
 class RunDraws:
     """What the layers of a denoiser draw in the steps of one phase.
 
@@ -121,19 +123,21 @@ class RunDraws:
     answered by views, and `fill` writes what a step draws into them.
     """
 
-    def __init__(self, devices: dict[int, torch.device], end: int) -> None:
-        self._devices = devices
-        self._end = end
-        self.prepared: dict[int, tuple[Any, ...]] = {}  # with the views, by the layer's index
-        self.allocated = False
-        # what a layer draws, see `Draws.made`, and what that made once
-        self._requests: dict[tuple[int, str], tuple[Draws, str, int, Callable[[Tensor], Tensor], Tensor]] = {}
-        self._views: dict[tuple[int, str], Tensor] = {}
-        self._places: dict[tuple[torch.device, torch.dtype], dict[tuple[int, str], slice]] = {}
-        self._buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._rows: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # on the host, `[steps, numbers]`
-        self._steps = range(0)
-        self._now = -1
+    _devices: dict[int, torch.device]
+    _end: int
+    prepared: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # with the views, by the layer's index
+    allocated: bool = False
+    # what a layer draws, see `Draws.made`, and what that made once
+    _requests: dict[tuple[int, str], tuple[Draws, str, int, Callable[[Tensor], Tensor], Tensor]] = field(
+        default_factory=dict
+    )
+    _views: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    _places: dict[tuple[torch.device, torch.dtype], dict[tuple[int, str], slice]] = field(default_factory=dict)
+    _buffers: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
+    # on the host, `[steps, numbers]`
+    _rows: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
+    _steps: range = range(0)
+    _now: int = -1
 
     def made(self, draws: Draws, what: str, count: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         key = draws.layer, what
@@ -197,12 +201,12 @@ def split_of(merge: Merge, grid: Grid, draws: Draws | None, device: torch.device
     return Split.of(draws.made("destinations", cells, places), cells)
 
 
+@dataclass(eq=False)
 class ByPlace:
     """What the calls of a group of steps keep for each other, by their place in the step."""
 
-    def __init__(self) -> None:
-        self._group: object = None
-        self.kept: dict[tuple[int, ...], dict[Any, Any]] = {}
+    _group: object = None
+    kept: dict[tuple[int, ...], dict[Any, Any]] = field(default_factory=dict)
 
     def take(self, group: object, place: tuple[int, ...], keep: bool) -> dict[Any, Any]:
         if group != self._group:
@@ -211,19 +215,20 @@ class ByPlace:
         return self.kept.setdefault(place, {}) if keep else {}
 
 
+@dataclass(eq=False)
 class Memory:
     """What one denoiser keeps from step to step of a run."""
 
-    def __init__(self) -> None:
-        self.matchings = ByPlace()
-        self.residuals: dict[int, ByPlace] = {}  # by the layer's index
-        self.draws: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
-        self.buffers: dict[object, Residual | None] = {}  # that compiled code fills with differences
-        self.needs: dict[tuple[int, ...], float] = {}  # bytes of differences, by the place of a call
-        self._firsts: list[tuple[tuple[int, ...], Tensor]] = []  # calls of this step that measure, and their input
-        self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
-        self._step = -1
-        self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
+    matchings: ByPlace = field(default_factory=ByPlace)
+    residuals: dict[int, ByPlace] = field(default_factory=dict)  # by the layer's index
+    draws: dict[tuple[object, ...], RunDraws | None] = field(default_factory=dict)  # of the phase that goes on
+    buffers: dict[object, Residual | None] = field(default_factory=dict)  # that compiled code fills with differences
+    needs: dict[tuple[int, ...], float] = field(default_factory=dict)  # bytes of differences, by the place of a call
+    # calls of this step that measure, and their input
+    _firsts: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)
+    _owned: dict[int, Any] = field(default_factory=dict)  # by id, what is in memory of its own
+    _step: int = -1
+    _calls: Counter[tuple[int, ...]] = field(default_factory=Counter)  # of this step, by the shape of their input
 
     def place(self, step: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the place of a call among those of its step, and its shape."""

@@ -200,10 +200,7 @@ class Schedule:
         if best is not None:
             self._loop.value = value if goes_on and best.unit is None else None
             return best
-        return self._off_schedule(value, unit, goes_on)
-
-    def _off_schedule(self, value: float, unit: int | None, goes_on: bool) -> _Found:
-        """Return the place of a timestep among all that a model was trained on, from the noisiest one."""
+        # its place among all timesteps that a model was trained on, from the noisiest one
         caller = self._caller()
         steps, certain = _train_steps(caller), unit is not None or goes_on
         if unit is not None:  # a fraction of the run

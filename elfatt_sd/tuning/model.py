@@ -122,10 +122,21 @@ class Model:
         self.rounding = statistics.median(run.rounding for run in self._runs)
 
     def _parts(self, layer: str, stretch: int, candidate: Candidate) -> tuple[float, float]:
-        total, effect = self.error(layer, stretch, candidate), self._effect(layer, stretch)
+        """Return what a layer's error does to the image, damped towards the mean of all layers, and its scatter."""
+        place, known = self._stretches[stretch], dict[str, float]()
+        for name, own in self._figures.items():
+            means = sorted(
+                (self._stretches[number].first, statistics.fmean(each)) for number, each in own.effects.items()
+            )
+            known[name] = 0.0
+            if means and all(value > 0 for _, value in means):
+                steps, values = zip(*means, strict=True)
+                known[name] = float(np.interp((place.first + place.last) / 2, steps, np.log(values)))
+        mean = statistics.fmean(known.values())
+        total, effect = self.error(layer, stretch, candidate), math.exp(mean + _DAMPED * (known[layer] - mean))
         effect *= 1.0 if candidate.base in self._figures[layer].fresh else _FIXED
-        steps, squares = len(self._stretches[stretch]), sum(map(sum, self._squares(layer, stretch, candidate)))
-        return effect * total, effect * max(0.0, squares - total) / steps
+        squares = sum(map(sum, self._squares(layer, stretch, candidate)))
+        return effect * total, effect * max(0.0, squares - total) / len(place)
 
     def mse(self, layer: str, stretch: int, candidate: Candidate) -> float:
         total, scatter = self._parts(layer, stretch, candidate)
@@ -172,20 +183,6 @@ class Model:
         measured = 0.0 if dense is None else own.error(stretch, dense)
         squares = [measured + (error(since, guided=guided) if since or guided else 0.0) for since in range(max(groups))]
         return [squares[:size] for size in groups]
-
-    def _effect(self, layer: str, stretch: int) -> float:
-        """Return what an error of a layer does to the image, damped towards the mean of all layers."""
-        place, known = self._stretches[stretch], dict[str, float]()
-        for name, own in self._figures.items():
-            means = sorted(
-                (self._stretches[number].first, statistics.fmean(each)) for number, each in own.effects.items()
-            )
-            known[name] = 0.0
-            if means and all(value > 0 for _, value in means):
-                steps, values = zip(*means, strict=True)
-                known[name] = float(np.interp((place.first + place.last) / 2, steps, np.log(values)))
-        mean = statistics.fmean(known.values())
-        return math.exp(mean + _DAMPED * (known[layer] - mean))
 
     def seconds(self, layer: str, stretch: int, candidate: Candidate) -> float:
         """Return the mean seconds of one call of a layer; a step that measures a difference computes both."""

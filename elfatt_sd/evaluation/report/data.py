@@ -179,9 +179,9 @@ def _varied_settings(records: Sequence[ResultRow]) -> list[str]:
     """Name the ratio and the settings in which rows of one method differ, the ratio first."""
     names = dict.fromkeys(name for record in records for name in record.settings)
     methods = {(label_of(record), record.method) for record in records}
-
-    def varies(name: str) -> bool:
-        values = {(label_of(each), each.method, setting_text(each.settings.get(name))) for each in records}
-        return len(values) > len(methods)
-
-    return sorted((name for name in names if name == "ratio" or varies(name)), key=lambda name: name != "ratio")
+    values = {
+        name: {(label_of(each), each.method, setting_text(each.settings.get(name))) for each in records}
+        for name in names
+    }
+    varied = [name for name in names if name == "ratio" or len(values[name]) > len(methods)]
+    return sorted(varied, key=lambda name: name != "ratio")
