@@ -137,9 +137,11 @@ class Studio:
                 raise ElfattError(f"negative_prompt is not accepted; {type(pipe).__name__} has none.")
             if self.guidance is not None and self.guidance <= 1:
                 warnings.warn(f"negative_prompt has no effect with guidance={self.guidance:g}.", stacklevel=3)
-        elif request.guidance is not None and not guides(pipe):
-            text = f"guidance={request.guidance:g} has no effect on this model without a negative_prompt."
-            warnings.warn(text, stacklevel=3)
+        elif request.guidance is not None:
+            embeds = unwrap(main_denoiser(pipe)).config.get("guidance_embeds", True)  # in Flux, one that is embedded
+            if not (embeds if "true_cfg_scale" in taken(pipe) else "guidance_scale" in taken(pipe)):
+                text = f"guidance={request.guidance:g} has no effect on this model without a negative_prompt."
+                warnings.warn(text, stacklevel=3)
         height, width = request.height, request.width
         dimensions = dimensions_of(pipe)
         dimensions.check(height, width)
@@ -336,13 +338,6 @@ def guidance_options(pipe: Any, guidance: float | None, negative_prompt: str | S
     if negative_prompt is not None:
         given["true_cfg_scale"] = guidance
     return {name: value for name, value in given.items() if value is not None and name in taken(pipe)}
-
-
-def guides(pipe: Any) -> bool:
-    """Tell whether a guidance scale changes anything without a negative prompt; in Flux, only if it is embedded."""
-    config: Any = unwrap(main_denoiser(pipe)).config
-    takes = taken(pipe)
-    return bool(config.get("guidance_embeds", True)) if "true_cfg_scale" in takes else "guidance_scale" in takes
 
 
 def rows_of(pipe: Any, guidance: float | None) -> int:
