@@ -138,7 +138,8 @@ class Studio:
             if self.guidance is not None and self.guidance <= 1:
                 warnings.warn(f"negative_prompt has no effect with guidance={self.guidance:g}.", stacklevel=3)
         elif request.guidance is not None:
-            embeds = unwrap(main_denoiser(pipe)).config.get("guidance_embeds", True)  # in Flux, one that is embedded
+            config: Any = unwrap(main_denoiser(pipe)).config
+            embeds = config.get("guidance_embeds", True)  # a scale, in Flux
             if not (embeds if "true_cfg_scale" in taken(pipe) else "guidance_scale" in taken(pipe)):
                 text = f"guidance={request.guidance:g} has no effect on this model without a negative_prompt."
                 warnings.warn(text, stacklevel=3)
