@@ -27,25 +27,25 @@ _BYTES = 2  # of a value in a narrower dtype
 _NOTHING = Given(torch.empty(0, dtype=torch.float32, device="cpu"), 0, NO_GRID)
 
 
-@dataclass(eq=False)
 class Call:
-    """One call of a denoiser: what its layers share."""
+    """One call of a denoiser: what its layers share."""  # no dataclass, nor is `Memory`: traced code makes them
 
-    config: PatchConfig  # the method
-    step: int = 0  # of the call, from which random draws are made
-    phases: Mapping[int, Phase] = field(default_factory=dict)  # of the layers in the call's step, by the layer's index
-    copies: int = 1  # of the same latents among its rows
-    place: int = 0  # among the calls of its step
-    given: Given = _NOTHING  # what the denoiser was given
-    module: Any = None  # that is called: the denoiser, or its copy on one of several GPUs
-    memory: Memory = field(default_factory=Memory)  # what the run keeps
-    # of this call, and of its like in earlier steps
-    matchings: dict[object, Matching | None] = field(default_factory=dict)
-    scheduled: bool = False  # whether the call is one of a run over a schedule
-    last: bool = False  # whether the run ends with this step
-    entered: bool = False  # whether the denoiser has come to its first convolution, or to its `forward`
-    repeats: bool = False  # whether a checkpoint may compute it, or a part of it, once more
-    states: dict[int, LayerCall] = field(default_factory=dict)  # of the patched layers, by the layer's index
+    def __init__(self, config: PatchConfig, step: int = 0, phases: Mapping[int, Phase] | None = None) -> None:
+        self.config = config  # the method
+        self.phases = phases or {}  # of the layers in the call's step, by the layer's index
+        self.step = step  # of the call, from which random draws are made
+        self.copies = 1  # of the same latents among its rows
+        self.place = 0  # among the calls of its step
+        self.given = _NOTHING  # what the denoiser was given
+        self.module: Any = None  # that is called: the denoiser, or its copy on one of several GPUs
+        self.memory = Memory()  # what the run keeps
+        self.matchings: dict[object, Matching | None] = {}  # of this call, and of its like in earlier steps
+        # scheduled: whether the call is one of a run over a schedule
+        # last: whether the run ends with this step
+        # entered: whether the denoiser has come to its first convolution, or to its `forward`
+        # repeats: whether a checkpoint may compute it, or a part of it, once more
+        self.scheduled = self.last = self.entered = self.repeats = False
+        self.states: dict[int, LayerCall] = {}  # of the patched layers, by the layer's index
 
     def restart(self) -> None:
         """Begin again, when the whole call is computed once more."""

@@ -83,7 +83,8 @@ class JointProcessor(Processor):
             output = approximated()
             return (matching.unmerge(output[0]), *output[1:]) if isinstance(output, tuple) else matching.unmerge(output)
         # The error of merging and attention together is taken off: merged tokens change from step to step.
-        exact, text = functools.partial(self.original, attn, *args, **kwargs), list[Any]()
+        exact: Any = functools.partial(self.original, attn, *args, **kwargs)
+        text: list[Any] = []
 
         def image_of(output: Any, *, is_exact: bool = False) -> Tensor:
             image, *others = output if isinstance(output, tuple) else (output,)

@@ -201,12 +201,12 @@ def split_of(merge: Merge, grid: Grid, draws: Draws | None, device: torch.device
     return Split.of(draws.made("destinations", cells, places), cells)
 
 
-@dataclass(eq=False)
 class ByPlace:
     """What the calls of a group of steps keep for each other, by their place in the step."""
 
-    _group: object = None
-    kept: dict[tuple[int, ...], dict[Any, Any]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._group: object = None
+        self.kept: dict[tuple[int, ...], dict[Any, Any]] = {}
 
     def take(self, group: object, place: tuple[int, ...], keep: bool) -> dict[Any, Any]:
         if group != self._group:
@@ -215,20 +215,19 @@ class ByPlace:
         return self.kept.setdefault(place, {}) if keep else {}
 
 
-@dataclass(eq=False)
 class Memory:
     """What one denoiser keeps from step to step of a run."""
 
-    matchings: ByPlace = field(default_factory=ByPlace)
-    residuals: dict[int, ByPlace] = field(default_factory=dict)  # by the layer's index
-    draws: dict[tuple[object, ...], RunDraws | None] = field(default_factory=dict)  # of the phase that goes on
-    buffers: dict[object, Residual | None] = field(default_factory=dict)  # that compiled code fills with differences
-    needs: dict[tuple[int, ...], float] = field(default_factory=dict)  # bytes of differences, by the place of a call
-    # calls of this step that measure, and their input
-    _firsts: list[tuple[tuple[int, ...], Tensor]] = field(default_factory=list)
-    _owned: dict[int, Any] = field(default_factory=dict)  # by id, what is in memory of its own
-    _step: int = -1
-    _calls: Counter[tuple[int, ...]] = field(default_factory=Counter)  # of this step, by the shape of their input
+    def __init__(self) -> None:
+        self.matchings = ByPlace()
+        self.residuals: dict[int, ByPlace] = {}  # by the layer's index
+        self.draws: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
+        self.buffers: dict[object, Residual | None] = {}  # that compiled code fills with differences
+        self.needs: dict[tuple[int, ...], float] = {}  # bytes of differences, by the place of a call
+        self._firsts: list[tuple[tuple[int, ...], Tensor]] = []  # calls of this step that measure, and their input
+        self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
+        self._step = -1
+        self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
 
     def place(self, step: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the place of a call among those of its step, and its shape."""

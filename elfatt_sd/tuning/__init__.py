@@ -147,7 +147,6 @@ def tune(
     check_steps(pipe, steps)
     settings.check(pipe)
     tell_cut_prompts(pipe, [*(sample.prompt for sample in samples), negative_prompt or ""])
-    measure.check(width or 256, height or 256)
     with restored(pipe):
         known = [(name, method_named(name)) for name in PRESETS if presets]
         known += [("as it was", patch.config) for patch in patches_of(pipe).values()]
@@ -428,7 +427,12 @@ class Search:
         for left in reversed(range(len(SHARES))):  # the last proof is for what is there to compare with
             if following is not None and (not left or following.saved <= 0):
                 following = None
-            rival, first = self._rival(best), self.budget.by_speed  # where the choice comes first
+            proved, found = {proof.point.name for proof in self.proofs}, None if best is None else best.point
+            rival = found  # the best that is there to compare with, where it betters what is proved
+            for each in self._rivals():
+                if each.name not in proved and each.times >= WORTH and (rival is None or self._betters(each, rival)):
+                    rival = each
+            rival, first = None if rival is found else rival, self.budget.by_speed  # where the choice comes first
             if rival and (not following or (not first and rival.times >= self._times(following))):
                 config = fitted(rival.config, find_denoisers(self.runs.pipe))
                 proof = self.prove_config(rival.name, config, None)
@@ -497,12 +501,3 @@ class Search:
         if not self.budget.by_speed:
             return point.times > other.times
         return self.measure.keeps(point.mean, other.mean)
-
-    def _rival(self, best: Proof | None) -> Point | None:
-        """Return the best configuration that is there to compare with, where it betters what is proved."""
-        proved = {proof.point.name for proof in self.proofs}
-        found = rival = None if best is None else best.point
-        for each in self._rivals():
-            if each.name not in proved and each.times >= WORTH and (rival is None or self._betters(each, rival)):
-                rival = each
-        return None if rival is found else rival

@@ -130,12 +130,6 @@ class Measure:
             )
         return value
 
-    def check(self, width: int, height: int) -> None:
-        """Try it on two images of noise."""
-        noise = np.random.default_rng(0).integers(0, 256, (2, height, width, 3), np.uint8)
-        first, second = (Drawn((Image.fromarray(each),), 0.0) for each in noise)
-        self.between(first, second)
-
     def words(self, value: float) -> str:
         if math.isinf(value):
             return "identical"
@@ -151,7 +145,10 @@ class Measure:
 
 def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "cpu") -> Measure:
     if callable(metric):
-        return Measure(getattr(metric, "__name__", "closeness"), metric)
+        measure = Measure(getattr(metric, "__name__", "closeness"), metric)
+        noise = np.random.default_rng(0).integers(0, 256, (2, 256, 256, 3), np.uint8)
+        measure.between(*(Drawn((Image.fromarray(each),), 0.0) for each in noise))  # one that fails does so at once
+        return measure
     if metric == "psnr":
         from elfatt_sd.drawing.pictures import psnr
 
@@ -294,7 +291,7 @@ class Proof:
     @property
     def speed_bound(self) -> float:
         """How many times as fast it is promised to be."""
-        return math.exp(self.promise.bound(self._speeds))
+        return math.exp(self.promise.bound(np.log(self.point.speed).tolist()))
 
     def holds(self, budget: Budget) -> bool:
         """Tell whether what was asked for can be promised; of every image only once all have been drawn."""
@@ -312,7 +309,7 @@ class Proof:
         asked, speed = budget.closeness, budget.speed
         return (
             (asked is not None and self.promise.hopeless(self._close, self.measure.sign * asked))
-            or (speed is not None and self.promise.hopeless(self._speeds, math.log(speed)))
+            or (speed is not None and self.promise.hopeless(np.log(self.point.speed).tolist(), math.log(speed)))
             or not self._fits(budget)
         )
 
@@ -332,10 +329,6 @@ class Proof:
     @property
     def _close(self) -> list[float]:
         return [self.measure.sign * value for value in self.point.closeness]
-
-    @property
-    def _speeds(self) -> list[float]:
-        return [math.log(value) for value in self.point.speed]
 
 
 def peak_of(drawn: Sequence[Drawn]) -> int:
