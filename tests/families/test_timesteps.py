@@ -44,6 +44,7 @@ UNITS: dict[str, Callable[[Any, int], Any]] = {
     "a fraction from the end": lambda chosen, i: 1 - chosen.timesteps[i].item() / 1000,
     "a noise level": lambda chosen, i: chosen.sigmas[i].item(),
     "a quarter of its logarithm": lambda chosen, i: torch.log(chosen.sigmas[i]) * 0.25,
+    "half a noise level": lambda chosen, i: chosen.sigmas[i].item() / 2,
     "a batch of noise levels": lambda chosen, i: torch.full((2,), chosen.sigmas[i].item()),
 }
 
