@@ -13,7 +13,7 @@ import benchmarks.shown  # noqa: F401  (how results of these scripts look)
 from elfatt_sd.benchmarking.report import Session, markdown
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.progress import progress_of
+from elfatt_sd.measure import progress_of
 
 
 def options(text: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.drawing.pictures import psnr
 from elfatt_sd.drawing.studio import draw
 from elfatt_sd.files import write_json
-from elfatt_sd.progress import progress_of
+from elfatt_sd.measure import progress_of
 from elfatt_sd.toy.renderer import caption, sample_scenes
 from elfatt_sd.tuning.runs import Store, short_hash
 

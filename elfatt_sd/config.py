@@ -8,10 +8,9 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Unpack, cast, get_args
+from typing import Any, Literal, Unpack, cast, get_args
 
 from elfatt_sd import errors
 from elfatt_sd.errors import ElfattError, ElfattFailure
@@ -65,6 +64,7 @@ class PatchConfig:
             there and back, or in 8 bits on the device (`fp8`).
         residual_limit: GiB that those of all calls of a step may take; None is half of what is free.
         per_layer: layers with phases of their own, whatever their level; the first that names a layer counts.
+        changes: what `with_settings` changed; neither compared nor saved.
     """
 
     method: str = "custom"
@@ -81,7 +81,7 @@ class PatchConfig:
     residual_limit: float | None = None
     per_layer: tuple[LayerPhases, ...] = ()
 
-    changes: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # that `with_settings` made, of an object
+    changes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
@@ -179,19 +179,15 @@ class PatchConfig:
             changed = (dataclasses.replace(first, until=border),) if border else ()
             return (*changed, *(phase for phase in rest if phase.until > border))
 
-        return self._with_phases(with_changes, **own)._knowing({**self.changes, **settings})
+        return self._with_phases(with_changes, **own, changes={**self.changes, **settings})
 
     def _with_phases(self, change: Callable[[tuple[Phase, ...]], tuple[Phase, ...]], **own: Any) -> PatchConfig:
         per_layer = tuple(LayerPhases(each.layers, change(each.phases)) for each in self.per_layer)
         return dataclasses.replace(self, phases=change(self.phases), per_layer=per_layer, **own)
 
     def renamed(self, method: str) -> PatchConfig:
-        """Return a copy with another name, which knows the same changes."""
-        return dataclasses.replace(self, method=method)._knowing(self.changes)
-
-    def _knowing(self, changes: Mapping[str, Any]) -> PatchConfig:
-        vars(self)["changes"] = changes  # no field: neither compared nor saved
-        return self
+        """Return a copy with another name."""
+        return dataclasses.replace(self, method=method)
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that this configuration has not: no phase that approximates uses them."""
@@ -206,7 +202,7 @@ class PatchConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        data = {name: getattr(self, name) for name in _SAVED}
         data["phases"] = [phase.to_dict() for phase in self.phases]
         if not data.pop("per_layer"):  # what was saved before layers could have phases of their own stays the same
             return data
@@ -222,7 +218,7 @@ class PatchConfig:
         """
         if not isinstance(data, Mapping):
             raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
-        known_keys("", data, [field.name for field in dataclasses.fields(cls)])
+        known_keys("", data, _SAVED)
         own = []
         for each in objects_of("per_layer", data.get("per_layer", ())):
             known_keys("per_layer.", each, ["layers", "phases"])
@@ -307,6 +303,8 @@ class PatchConfig:
                 return True
         return False
 
+
+_SAVED = tuple(each.name for each in dataclasses.fields(PatchConfig) if each.name != "changes")
 
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
 """The name of a preset, for type checkers; `sd` is the untouched model."""

@@ -13,21 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from elfatt_sd import measure, progress
+from elfatt_sd import measure
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.measure import (
     CallTimer,
     Comparison,
+    Lines,
     PeakMeter,
     Spread,
     Stopwatch,
     Turn,
     interleave,
     peak_memory,
+    progress_of,
     ratios,
     timed,
 )
-from elfatt_sd.progress import Lines, progress_of
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -160,7 +161,7 @@ def test_the_peak_that_each_system_tells(monkeypatch: pytest.MonkeyPatch, platfo
 def test_progress_is_a_line_for_each_stage_and_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Another count or total has its own speed: steps of a shorter run say nothing of those to come."""
     now, said = [0.0], list[str]()
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(measure.time, "monotonic", lambda: now[0])
     tell = Lines(said.append, "calls", every=30)
     for done in range(5):
         tell("first", done, 10)

@@ -32,10 +32,10 @@ _LINE = 13
 
 
 def layers() -> list[list[str]]:
-    """Return the layers from the top down; modules of one layer do not import each other."""
+    """Return the modules of each layer, from the top down."""
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]
     found = next(contract["layers"] for contract in tools["importlinter"]["contracts"] if contract["type"] == "layers")
-    return [layer.replace("|", ":").split(" : ") for layer in found]
+    return [layer.split(" : ") for layer in found]
 
 
 def line_of_module(name: str) -> str:
@@ -62,17 +62,22 @@ def draw() -> str:
     parts = [_text(_LEFT, 24, "Layers: imports point down", 15, bold=True)]
     bottom = _TOP
     for names in layers():
-        said = [line for name in names for line in textwrap.wrap(line_of_module(name), 68)]
-        parts.append(_box(_LEFT, bottom, ", ".join(names), marked=names == [RUNTIME]))
-        parts += _lines(_LEFT + _NAME + 10, bottom + (11 if len(said) > 1 else 17), said)
-        bottom += max(2, len(said)) * _LINE + 9
+        top = bottom
+        for name in names:
+            said = textwrap.wrap(line_of_module(name), 76)
+            parts.append(_text(_LEFT + 10, bottom + 17, name, 12, bold=True))
+            parts += _lines(_LEFT + 112, bottom + 17, said)
+            bottom += len(said) * _LINE + 6
+        parts.append(_box(_LEFT, top, _RIGHT - 30 - _LEFT, bottom + 6 - top, marked=names == [RUNTIME]))
+        bottom += 16
     parts.append(_text(_RIGHT, 24, "The life of a call: elfatt_sd/runtime", 15, bold=True))
     step = (bottom - _TOP) // len(CALL)
     for place, (name, why) in enumerate(CALL.items()):
         y, (file, text) = _TOP + step * place, class_of(name)
         length = step - 28 if place else 22  # from the box above
         parts.append(f'<path d="M{_RIGHT + 6} {y + 18 - length}v{length}" stroke="{INK}" marker-end="url(#end)"/>')
-        parts += [_text(_RIGHT + 16, y + 12, why, 11), _box(_RIGHT, y + 20, name, marked=True)]
+        parts += [_text(_RIGHT + 16, y + 12, why, 11), _box(_RIGHT, y + 20, _NAME, 26, marked=True)]
+        parts.append(_text(_RIGHT + 10, y + 37, name, 12))
         parts.append(_text(_RIGHT + _NAME + 10, y + 30, file, 11, bold=True))
         parts += _lines(_RIGHT + _NAME + 10, y + 30 + _LINE, textwrap.wrap(text, 38))
     head = '<marker id="end" orient="auto" markerWidth="8" markerHeight="8" refX="7" refY="4">'
@@ -82,11 +87,9 @@ def draw() -> str:
     return "\n".join([start, f'<rect width="100%" height="100%" fill="{PAPER}"/>', *parts, "</svg>\n"])
 
 
-def _box(x: float, y: float, name: str, *, marked: bool) -> str:
-    colour = METHODS[0] if marked else BASE
-    box = f'<rect x="{x:.0f}" y="{y:.0f}" width="{_NAME}" height="26" rx="5" fill="none" stroke="{colour}"/>'
-    middle = f'x="{x + _NAME / 2:.0f}" y="{y + 17:.0f}" text-anchor="middle" font-size="12" fill="{INK}"'
-    return f"{box}<text {middle}>{html.escape(name)}</text>"
+def _box(x: float, y: float, width: float, height: float, *, marked: bool) -> str:
+    place = f'x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    return f'<rect {place} rx="5" fill="none" stroke="{METHODS[0] if marked else BASE}"/>'
 
 
 def _lines(x: float, y: float, lines: list[str]) -> list[str]:

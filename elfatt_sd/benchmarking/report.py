@@ -28,10 +28,9 @@ from elfatt_sd.benchmarking.variants import (
 from elfatt_sd.devices import Bystanders, describe_machine
 from elfatt_sd.errors import ElfattError, is_out_of_memory, need
 from elfatt_sd.files import atomic_file, place_of, read_typed, write_file, write_json
-from elfatt_sd.measure import Call, Comparison, Spread, Turn, now, ratios, timed
+from elfatt_sd.measure import Call, Comparison, Progress, Spread, Turn, now, ratios, timed
 from elfatt_sd.methods import Softmax
 from elfatt_sd.peers import PEERS
-from elfatt_sd.progress import Progress
 
 if TYPE_CHECKING:  # the suite for GPUs runs on machines without it
     from rich.console import Console

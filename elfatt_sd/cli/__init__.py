@@ -45,7 +45,6 @@ from elfatt_sd.cli.options import (
 )
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable, write_file
-from elfatt_sd.progress import progress_of
 from elfatt_sd.toy import EMBEDDED, PROMPT
 
 if TYPE_CHECKING:
@@ -83,6 +82,8 @@ def _root(
 @contextmanager
 def progress(images: int, drawings: int | None = None) -> Iterator[tuple[OnStep, OnImage]]:
     """Show how far the steps of all images are, and print each image; a comparison draws more of them than it has."""
+    from elfatt_sd.measure import progress_of
+
     total, finished, drawn = drawings or images, 0, 0
 
     def on_image(said: str, fault: str) -> None:
@@ -375,6 +376,7 @@ def tune(
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and what can be promised."""
     from elfatt_sd.drawing.studio import check_run, read_prompts, warn_if_too_large
+    from elfatt_sd.measure import progress_of
     from elfatt_sd.tuning import tune as tune_pipeline
     from elfatt_sd.tuning.proof import Budget, check_wanted
 

@@ -25,7 +25,6 @@ from elfatt_sd.cli.options import (
 )
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
-from elfatt_sd.progress import progress_of
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -182,6 +181,7 @@ def _run(name: str, session: dict[str, Any], **options: Any) -> None:
     from elfatt_sd.benchmarking.report import Session, markdown, show
     from elfatt_sd.benchmarking.variants import read_size
     from elfatt_sd.loading import check_model, pick_device, pick_dtype
+    from elfatt_sd.measure import progress_of
 
     pick_dtype(options["dtype"], pick_device(options["device"]))
     if "model" in options:

@@ -38,7 +38,7 @@ from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.statistics import is_finite, load_plain
 from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible
 from elfatt_sd.loading import pick_device
-from elfatt_sd.progress import Lines, Progress
+from elfatt_sd.measure import Lines, Progress
 
 if TYPE_CHECKING:
     from elfatt_sd.evaluation.run import RowFolder

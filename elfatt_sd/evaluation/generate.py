@@ -36,9 +36,9 @@ from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.records import Cost, MadeImage, is_whole, same_images
 from elfatt_sd.evaluation.run import COST_FILE, RowFolder, Run
 from elfatt_sd.files import read_plain, write_file, write_json
+from elfatt_sd.measure import progress_of
 from elfatt_sd.patch import plan
 from elfatt_sd.peers import packages_of
-from elfatt_sd.progress import progress_of
 
 Numbered = Sequence[tuple[int, Sequence[Prompt]]]  # batches with their numbers
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")

@@ -28,7 +28,7 @@ from elfatt_sd.evaluation import features as vision
 from elfatt_sd.evaluation.extraction import Images
 from elfatt_sd.evaluation.features import Extractor, exact_float32
 from elfatt_sd.files import refused, sha256_of_code, sha256_of_data, sha256_of_file
-from elfatt_sd.progress import Progress
+from elfatt_sd.measure import Progress
 
 Better = Literal["", "higher", "lower"]
 # What can be asked for by name, and what `weights` is for each; those with "" need none.

@@ -44,7 +44,7 @@ from elfatt_sd.evaluation.statistics import (
     read_array,
 )
 from elfatt_sd.files import folder_lock, sha256_of_code, sha256_of_data, sha256_of_file, write_json
-from elfatt_sd.progress import Progress
+from elfatt_sd.measure import Progress
 
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
 BLOCK = 1 << 16  # renders that are drawn at a time

@@ -44,7 +44,7 @@ from elfatt_sd.evaluation.statistics import (
     verdict,
 )
 from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_json
-from elfatt_sd.progress import Progress
+from elfatt_sd.measure import Progress
 
 Array = np.ndarray[Any, Any]
 PAIRS_FORMAT = 4  # of what is kept of pairs

@@ -50,9 +50,8 @@ from elfatt_sd.files import (
     write_json,
 )
 from elfatt_sd.loading import check_model, pick_device, pick_dtype
-from elfatt_sd.measure import Stopwatch
+from elfatt_sd.measure import Progress, Stopwatch
 from elfatt_sd.peers import packages_of
-from elfatt_sd.progress import Progress
 
 _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
 _ROUNDING = 1e-9

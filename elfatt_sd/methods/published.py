@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from torch import Tensor
 from elfatt_sd import errors
 from elfatt_sd.attention.joint import Keys, elfatt_joint_attention, exact_attention
 from elfatt_sd.attention.ordering import (
-    BLOCK_ORDERS,
     BlockOrder,
     Grid,
     block_permutation,
@@ -27,24 +26,36 @@ from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, P
 
 AgentSource = Literal["pooled", "merged"]
 Split = Literal["auto", "heads", "channels"]
-_RULES: dict[str, Callable[[str, Any], None]] = {  # of the settings of the package's attentions
-    **dict.fromkeys(("agents", "block_size", "cell", "groups", "keys"), functools.partial(errors.whole, low=1)),
-    **dict.fromkeys(("lattice", "redraw", "weighted"), errors.flag),
-    **dict.fromkeys(("agent_share", "value_shortcut"), functools.partial(errors.real, low=0.0, high=1.0)),
-    **dict.fromkeys(("block_order", "second_order"), functools.partial(errors.choice, accepted=BLOCK_ORDERS)),
-    "agent_ratio": functools.partial(errors.real, low=0.0, high=1.0, open_high=True),
-    "agent_scale": functools.partial(errors.real, low=0.0, high=2.0),
-    "agent_source": functools.partial(errors.choice, accepted=get_args(AgentSource)),
-    "split": functools.partial(errors.choice, accepted=get_args(Split)),
+
+
+_RULES: dict[Any, Callable[..., None]] = {  # by the type of a setting; a field's metadata has other limits
+    int: functools.partial(errors.whole, low=1),
+    bool: errors.flag,
+    float: functools.partial(errors.real, low=0.0, high=1.0),
 }
+
+
+@functools.cache
+def _rules(kind: type[Any]) -> dict[str, Callable[[str, Any], None]]:
+    """Return what checks each setting of a class of this package, or of the nearest one that a user's comes from."""
+    own = next(each for each in kind.__mro__ if each.__module__.startswith(__package__))
+    hints, rules = get_type_hints(own), dict[str, Callable[[str, Any], None]]()
+    for each in dataclasses.fields(own):
+        choices = get_args(hints[each.name])
+        hint = choices[0] if type(None) in choices else hints[each.name]
+        rule = _RULES.get(hint) or functools.partial(errors.choice, accepted=get_args(hint))
+        rules[each.name] = functools.partial(rule, **each.metadata)
+    return rules
 
 
 def check_settings(attention: Attention) -> None:
     """Check the settings of one of the package's attentions; None is fine where it is the default."""
+    kind: Any = type(attention)
+    rules = _rules(kind)
     for field in dataclasses.fields(attention):
-        value, rule = getattr(attention, field.name), _RULES.get(field.name)  # a user's subclass may have its own
-        if rule is not None and (value is not None or field.default is not None):
-            rule(field.name, value)
+        value = getattr(attention, field.name)
+        if field.name in rules and (value is not None or field.default is not None):
+            rules[field.name](field.name, value)
 
 
 @dataclass(frozen=True)
@@ -91,8 +102,8 @@ class Agents(Attention):
 
     agents: int = 64
     agent_source: AgentSource = "pooled"
-    agent_ratio: float = 0.95
-    agent_scale: float = 1.0
+    agent_ratio: float = dataclasses.field(default=0.95, metadata={"open_high": True})
+    agent_scale: float = dataclasses.field(default=1.0, metadata={"high": 2.0})
     value_shortcut: float = 0.0
     block_order: BlockOrder = "sequence"
 

@@ -25,9 +25,9 @@ from elfatt_sd.drawing.studio import check_run, check_steps, own_settings, taken
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.families import find_denoisers, main_denoiser
 from elfatt_sd.measure import Comparison, Turn, busy, ratios
+from elfatt_sd.measure import Progress as Tell
 from elfatt_sd.methods import attentions
 from elfatt_sd.patch import patches_of, remove_patch, restored
-from elfatt_sd.progress import Progress as Tell
 from elfatt_sd.runtime.layer import fitted
 from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.toy.renderer import caption, sample_scenes

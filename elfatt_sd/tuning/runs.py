@@ -24,9 +24,9 @@ from elfatt_sd.drawing.studio import Shot, dimensions_of, draw, exact_size, guid
 from elfatt_sd.errors import ElfattError, ElfattFailure, is_out_of_memory
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import cache_folder, write_json
+from elfatt_sd.measure import Progress
 from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.plans import input_grid
-from elfatt_sd.progress import Progress
 from elfatt_sd.runtime.layer import around_forward
 
 Read = TypeVar("Read")

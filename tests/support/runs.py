@@ -28,7 +28,7 @@ from elfatt_sd.evaluation.reference import Reference, build_reference, renders
 from elfatt_sd.evaluation.run import RUN_FILE, RowFolder, Run, clear_disk_errors
 from elfatt_sd.evaluation.statistics import FeatureStatistics
 from elfatt_sd.files import folder_lock, sha256_of_file
-from elfatt_sd.progress import Progress
+from elfatt_sd.measure import Progress
 
 # Features of which the distribution is known.
 
