@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import statistics
@@ -437,8 +438,10 @@ OTHERS |= {
 }
 
 if __name__ == "__main__":
-    for path in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path)
+    for path in parser.parse_args().files:
         try:
-            print(*write_suite(Path(path)), sep="\n")
+            print(*write_suite(path), sep="\n")
         except ElfattError as error:
             sys.exit(f"error: {error}")
