@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elfatt_sd.config import METHODS, LayerPhases, Method, PatchConfig, Phase, Settings, known_method
+    from elfatt_sd.config import METHODS, LayerPhases, Method, PatchConfig, Phase, Settings, StepReuse, known_method
     from elfatt_sd.devices import keep_freed_memory
     from elfatt_sd.errors import ElfattError
     from elfatt_sd.loading import load_pipeline
@@ -29,6 +29,7 @@ __all__ = [
     "PatchConfig",
     "Phase",
     "Settings",
+    "StepReuse",
     "__version__",
     "apply_patch",
     "is_patched",
@@ -53,6 +54,7 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
         "PatchConfig": "config",
         "Phase": "config",
         "Settings": "config",
+        "StepReuse": "config",
         "apply_patch": "patch",
         "is_patched": "patch",
         "keep_freed_memory": "devices",

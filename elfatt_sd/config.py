@@ -28,14 +28,27 @@ from elfatt_sd.phases import (
     LayerPhases,
     Phase,
     Settings,
+    StepReuse,
+    check_ends,
     check_phases,
     check_settings,
     objects_of,
     phases_of,
+    reused_steps,
     setting_names,
 )
 
-__all__ = ["EXACT", "ElfattError", "ElfattFailure", "LayerPhases", "PatchConfig", "Phase", "Settings", "setting_names"]
+__all__ = [
+    "EXACT",
+    "ElfattError",
+    "ElfattFailure",
+    "LayerPhases",
+    "PatchConfig",
+    "Phase",
+    "Settings",
+    "StepReuse",
+    "setting_names",
+]
 
 
 _WITH_SUMS = ("auto", "native", "triton")  # backends that go with attentions that need log-sum-exps
@@ -64,6 +77,8 @@ class PatchConfig:
             there and back, or in 8 bits on the device (`fp8`).
         residual_limit: GiB that those of all calls of a step may take; None is half of what is free.
         per_layer: layers with phases of their own, whatever their level; the first that names a layer counts.
+        reuse: stretches of the run in which steps take over from earlier ones, in order of `until`; what follows the
+            last one computes everything.
         changes: what `with_settings` changed; neither compared nor saved.
     """
 
@@ -80,7 +95,7 @@ class PatchConfig:
     residuals: Kept = "device"
     residual_limit: float | None = None
     per_layer: tuple[LayerPhases, ...] = ()
-
+    reuse: tuple[StepReuse, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +114,9 @@ class PatchConfig:
         errors.choice("residuals", self.residuals, KEPT)
         if self.residual_limit is not None:
             errors.real("residual_limit", self.residual_limit, 0.0, 10**6)
+        if not isinstance(self.reuse, tuple) or not all(isinstance(each, StepReuse) for each in self.reuse):
+            raise ElfattError(f"reuse={self.reuse!r} is not accepted; give a tuple of StepReuse.")
+        check_ends("reuse", [each.until for each in self.reuse])
         narrower = next((phase.attention_dtype for phase in self.all_phases if phase.attention_dtype), None)
         if self.fp32_logits and narrower:
             raise ElfattError(
@@ -113,8 +131,9 @@ class PatchConfig:
 
     @property
     def active(self) -> bool:
-        """Whether a patch does anything: approximate in some phase, or choose the kernel of exact attention."""
-        return any(not phase.exact for phase in self.all_phases) or self.attention_backend != "auto"
+        """Whether a patch does anything: approximate, take over from earlier steps, or choose the exact kernel."""
+        approximates = any(not phase.exact for phase in self.all_phases)
+        return approximates or bool(self.reuse) or self.attention_backend != "auto"
 
     @property
     def all_phases(self) -> tuple[Phase, ...]:
@@ -129,7 +148,7 @@ class PatchConfig:
     def for_layer(self, layer: str) -> PatchConfig:
         """Return the configuration of one layer, in which none has phases of its own."""
         phases = next((own.phases for own in self.per_layer if own.matches(layer)), self.phases)
-        return dataclasses.replace(self, phases=phases, per_layer=()) if self.per_layer else self
+        return dataclasses.replace(self, phases=phases, per_layer=(), reuse=()) if self.per_layer else self
 
     @classmethod
     def preset(cls, method: Method, **settings: Unpack[Settings]) -> PatchConfig:
@@ -204,7 +223,11 @@ class PatchConfig:
         """Return plain data, ready for JSON."""
         data = {name: getattr(self, name) for name in _SAVED}
         data["phases"] = [phase.to_dict() for phase in self.phases]
-        if not data.pop("per_layer"):  # what was saved before layers could have phases of their own stays the same
+        data["reuse"] = list(map(dataclasses.asdict, self.reuse))
+        for name in ("reuse", "per_layer"):  # what was saved before there were any stays the same
+            if not data[name]:
+                del data[name]
+        if not self.per_layer:
             return data
         own = [{"layers": each.layers, "phases": [phase.to_dict() for phase in each.phases]} for each in self.per_layer]
         return data | {"per_layer": own}
@@ -223,7 +246,11 @@ class PatchConfig:
         for each in objects_of("per_layer", data.get("per_layer", ())):
             known_keys("per_layer.", each, ["layers", "phases"])
             own.append(LayerPhases(each.get("layers", ""), phases_of(each)))
-        return cls(**{**data, "phases": phases_of(data), "per_layer": tuple(own)})
+        reuse = []
+        for each in objects_of("reuse", data.get("reuse", ())):
+            known_keys("reuse.", each, [field.name for field in dataclasses.fields(StepReuse)])
+            reuse.append(StepReuse(**each))
+        return cls(**{**data, "phases": phases_of(data), "per_layer": tuple(own), "reuse": tuple(reuse)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON; a file that is there is replaced, as a whole or not at all.
@@ -280,7 +307,7 @@ class PatchConfig:
             phase = dataclasses.replace(self, phases=phases).phase_at(step, steps)
             return () if phase.exact else (dataclasses.replace(phase, until=1.0),)
 
-        return self._with_phases(there)
+        return self._with_phases(there, reuse=())
 
     def shares_difference(self, step: int, steps: int) -> bool:
         """Tell whether the step after one adds the difference that this one measures or has added."""
@@ -301,7 +328,7 @@ class PatchConfig:
             added = step > first and config.shares_difference(step - 1, steps)
             if not phase.exact and (phase.residual_steps == 1 or added):
                 return True
-        return False
+        return any(reused_steps(self.reuse, steps)[first:])
 
 
 _SAVED = tuple(each.name for each in dataclasses.fields(PatchConfig) if each.name != "changes")

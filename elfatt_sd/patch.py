@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Unpack, cast
 from elfatt_sd.attention.softmax import make_ready
 from elfatt_sd.config import DEFAULT, Method, PatchConfig, warn_without_effect
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import find_denoisers, levels_of, select_layers, unwrap
+from elfatt_sd.families import find_denoisers, levels_of, select_layers, takes_steps, unwrap
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Settings
 from elfatt_sd.plans import Plan, PlanOnDemand, input_grid, make_plan
@@ -66,7 +66,8 @@ def apply_patch(
         embedding = getattr(getattr(unwrap(main), "config", None), "time_embedding_type", None)
         schedule = Schedule(owner, trained_on_noise_levels=embedding == "fourier")
         for name, denoiser in denoisers.items():
-            Patch(config, chosen[name], denoiser, schedule, owner, autotune, names).install()
+            whole = not takes_steps(name)
+            Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, whole).install()
         _warn_of_others_processors(chosen, config)
         if not autotune:
             warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))

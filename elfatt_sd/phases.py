@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
 import itertools
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
@@ -89,6 +91,7 @@ class Settings(AttentionSettings, total=False):
     fp32_logits: bool
     residuals: Kept
     residual_limit: float | None
+    reuse: tuple[StepReuse, ...]
 
 
 _OWN = ("attention_dtype", "residual_guidance", "residual_steps")  # settings that are fields of a phase itself
@@ -277,12 +280,62 @@ class LayerPhases:
         return fnmatch.fnmatchcase(layer, self.layers)
 
 
+@dataclass(frozen=True)
+class StepReuse:
+    """A stretch of the run in which some steps take over from earlier ones what lies within a cut of the denoiser.
+
+    What is taken over is extrapolated from the last steps that computed it: a polynomial in the number of the step.
+
+    Attributes:
+        until: fraction of the denoising steps at which the stretch ends; it begins where the one before it ends.
+        cut: where the denoiser is cut: `shallow-N` of a UNet (the last N layers are run), `blocks-F-B` of a transformer
+            (the first F and the last B blocks are run), or `output` (nothing is).
+        every: one of so many steps computes everything.
+        order: of the polynomial: 0 takes over what the last such step had, 1 goes on in a line, 2 in a parabola.
+        first: steps at the beginning of the stretch that compute everything.
+        last: likewise at its end.
+    """
+
+    until: float = 1.0
+    cut: str = "output"
+    every: int = 2
+    order: int = 1
+    first: int = 4
+    last: int = 3
+
+    def __post_init__(self) -> None:
+        errors.real("until", self.until, 0.0, 1.0)
+        if not isinstance(self.cut, str) or not self.cut:
+            raise ElfattError(f"cut={self.cut!r} is not accepted; give the name of a cut, such as 'shallow-1'.")
+        errors.whole("every", self.every, 2)
+        errors.whole("order", self.order, 0, 2)
+        errors.whole("first", self.first, 0)
+        errors.whole("last", self.last, 0)
+
+
+@functools.cache
+def reused_steps(reuse: tuple[StepReuse, ...], steps: int) -> tuple[StepReuse | None, ...]:
+    """Return for every step of a run what it takes over; None where it computes everything."""
+    found, start, in_a_row = list[StepReuse | None](), 0, 0
+    for each in reuse:
+        end = math.ceil(each.until * steps - 1e-9)
+        for step in range(start, end):
+            takes = start + each.first <= step < end - each.last and step > 0 and in_a_row < each.every - 1
+            in_a_row = in_a_row + 1 if takes else 0
+            found.append(each if takes else None)
+        start = max(start, end)
+    return (*found, *[None] * (steps - len(found)))
+
+
 def check_phases(phases: object) -> None:
     if not isinstance(phases, tuple) or not all(isinstance(phase, Phase) for phase in phases):
         raise ElfattError(f"phases={phases!r} is not accepted; give a tuple of Phase.")
-    ends = [phase.until for phase in phases]
+    check_ends("phases", [phase.until for phase in phases])
+
+
+def check_ends(what: str, ends: list[float]) -> None:
     if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
-        raise ElfattError(f"phases end at {ends}; each must end later than the one before it.")
+        raise ElfattError(f"{what} end at {ends}; each must end later than the one before it.")
 
 
 def objects_of(name: str, value: object) -> list[Mapping[str, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.families.cuts import OUTPUT, Block, Part, Whole
 from elfatt_sd.methods import Grid
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -35,6 +38,7 @@ class Given:
     frames: int = 1  # of a clip, each of which is a row of the layers' batch
     unit: int | None = None  # of the timestep, of `runtime.schedule`; None for timesteps
     partial: bool = False  # whether the call leaves out some layers
+    whole: bool = False  # whether all of it has to be run
     differentiated: bool = False  # whether it has gradients, for which a checkpoint may compute it once more
     compiled: bool = False  # whether `torch.compile` serves it or a part of it
 
@@ -203,6 +207,7 @@ class Family(ABC):
     joint = False  # whether its layers are `families.joint.JointSelfAttention`
     merges = False  # whether image tokens may be merged: their positions are added to them, and not in the attention
     text = 0  # usual number of text tokens that its layers join with those of the image
+    streams: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states")  # that its blocks return, in order
 
     def matches(self, module: object) -> bool:
         """Tell whether a module, without wrappers, is of this family."""
@@ -229,6 +234,39 @@ class Family(ABC):
     def grid(self, module: nn.Module, latent: Grid) -> Grid:
         """Return the grid of its input for a latent."""
         return latent
+
+    def cuts(self, module: nn.Module) -> list[str]:
+        """Return where it may be cut: `blocks-F-B` runs the first F and the last B of its blocks in every step."""
+        count = sum(map(len, self._stacks(module).values()))
+        ends = {(1, 0): 1, (1, 1): 2, (max(1, count // 8), max(1, count // 8)): 2 * max(1, count // 8)}
+        return [f"blocks-{first}-{last}" for (first, last), run in ends.items() if run < count]
+
+    def cut(self, module: nn.Module, name: str) -> list[Part]:
+        """Return the parts of a cut.
+
+        Raises:
+            ElfattError: there is no such cut.
+        """
+        if name == OUTPUT:
+            return [Whole(module)]
+        stacks, blocks = self._stacks(module), re.fullmatch(r"blocks-(\d+)-(\d+)", name)
+        places = [(stack, block) for stack, held in stacks.items() for block in held]
+        within = places[int(blocks[1]) : len(places) - int(blocks[2])] if blocks else []
+        if not within:
+            raise self.no_cut(module, name)
+        parts: list[Part] = []
+        for stack, each in itertools.groupby(within, lambda place: place[0]):
+            held = [block for _, block in each]
+            parts += [Block(block, stack, block is held[0], block is held[-1], self.streams) for block in held]
+        return parts
+
+    def no_cut(self, module: nn.Module, name: str) -> ElfattError:
+        known = ", ".join([*self.cuts(module), OUTPUT])
+        return ElfattError(f"cut={name!r} is not accepted; {type(module).__name__} has {known}.")
+
+    def _stacks(self, module: nn.Module) -> dict[str, list[nn.Module]]:
+        names = dict.fromkeys(re.split(r"\.\d+\.", layer.name)[0] for layer in self.layers(module))
+        return {name: list(module.get_submodule(name).children()) for name in names}
 
 
 def replaceable(layer: SelfAttention, processor: object, take_over: Sequence[str]) -> bool:

@@ -27,6 +27,7 @@ class Flux(JointFamily):
     )
     blocks = (("transformer_blocks", "attn", "norm1"), ("single_transformer_blocks", "attn", "norm"))
     text = 512
+    streams = ("encoder_hidden_states", "hidden_states")
     unit = FRACTION
     takes = "tokens"
     axes: ClassVar[int] = 3  # columns of the position ids; the second counts rows, the third one columns
@@ -89,6 +90,7 @@ class QwenImage(JointFamily):
     processors = ("QwenDoubleStreamAttnProcessor2_0",)
     blocks = (("transformer_blocks", "attn", "img_norm1"),)
     text = 256
+    streams = ("encoder_hidden_states", "hidden_states")
     unit = FRACTION
     takes = "tokens"
     default = Grid.image(166, 166)
@@ -202,6 +204,7 @@ class StableDiffusion3(JointFamily):
     classes = ("SD3Transformer2DModel",)
     processors = ("JointAttnProcessor2_0", "FusedJointAttnProcessor2_0")
     text = 333
+    streams = ("encoder_hidden_states", "hidden_states")
     merges = True
     default = patch = None
     takes = "image"

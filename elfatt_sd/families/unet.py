@@ -11,6 +11,7 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from elfatt_sd.families.base import Family, Fill, Given, SelfAttention, some_timestep
+from elfatt_sd.families.cuts import OUTPUT, DeepFeatures, Down, LastUp, Part, Whole
 from elfatt_sd.methods import Grid
 
 SCALE = 8  # pixels of their images to one of the latent, on each side
@@ -59,9 +60,30 @@ class UNet(Family):
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
         sample = args[0] if args else kwargs["sample"]
         timestep = args[1] if len(args) > 1 else kwargs["timestep"]
-        given = Given.latent(sample, timestep)
+        adapted = kwargs.get("down_intrablock_additional_residuals") is not None
+        given = replace(Given.latent(sample, timestep), whole=adapted)
         image = cast("int", module.config.in_channels) * given.grid.tokens  # type: ignore[union-attr]
         return replace(given, frames=sample[0].numel() // image) if sample.ndim == 5 else given
+
+    def cuts(self, module: Any) -> list[str]:
+        """Return where it may be cut: `shallow-N` runs the last N layers, and the first N - 1, in every step."""
+        last = getattr(module, "up_blocks", [None])[-1]
+        return [f"shallow-{layers}" for layers in range(1, len(getattr(last, "resnets", ())))]
+
+    def cut(self, module: Any, name: str) -> list[Part]:
+        if name == OUTPUT:
+            return [Whole(module)]
+        if name not in self.cuts(module):
+            raise self.no_cut(module, name)
+        layers, last = int(name.rpartition("-")[2]), module.up_blocks[-1]
+        first, *others = module.down_blocks
+        border = len(last.resnets) - layers
+        return [
+            *(Down(first, layers - 1), *(Down(block, 0) for block in others)),
+            *(Part(block) for block in (module.mid_block, *module.up_blocks[:-1]) if block is not None),
+            LastUp(last, layers),
+            DeepFeatures(last.resnets[border], last.resnets[border - 1].out_channels),
+        ]
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         config: Any = module.config

@@ -17,6 +17,7 @@ from elfatt_sd.attention.ordering import NO_GRID
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import beneath_transforms
 from elfatt_sd.families.base import Given
+from elfatt_sd.families.cuts import Taking
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
 from elfatt_sd.methods.conformance import check_result, raises_in_one_line
 from elfatt_sd.phases import EXACT, Phase
@@ -35,7 +36,8 @@ class Call:
         self.phases = phases or {}  # of the layers in the call's step, by the layer's index
         self.step = step  # of the call, from which random draws are made
         self.copies = 1  # of the same latents among its rows
-        self.place = 0  # among the calls of its step
+        self.place: tuple[int, ...] = (0,)  # among the calls of its step, and its shape
+        self.takings: dict[str, Taking] = {}  # what it takes over from earlier steps, or keeps for later ones, by cut
         self.given = _NOTHING  # what the denoiser was given
         self.module: Any = None  # that is called: the denoiser, or its copy on one of several GPUs
         self.memory = Memory()  # what the run keeps

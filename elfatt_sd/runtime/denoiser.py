@@ -19,6 +19,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import refuse_tracing
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, family_of, find_denoisers, unwrap
+from elfatt_sd.families.cuts import Taking
 from elfatt_sd.families.joint import forget_read
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.runtime import warn
@@ -37,6 +38,7 @@ from elfatt_sd.runtime.layer import (
 )
 from elfatt_sd.runtime.memory import AT_ONCE, ByPlace, RunDraws, check_differences, kept_bytes
 from elfatt_sd.runtime.processor import processor_for
+from elfatt_sd.runtime.reuse import Reuse
 from elfatt_sd.runtime.schedule import ANYWHERE, BEYOND, Position, Run, Schedule
 
 PATCH = "elfatt_patch"  # attribute of a patched UNet, transformer or ControlNet
@@ -104,6 +106,7 @@ class Patch:
         owner: Owner | None = None,
         autotune: bool = False,
         take_over: tuple[str, ...] = (),
+        whole: bool = False,  # whether what it takes over from earlier steps is its whole output
     ) -> None:
         self.config, self.owner, self.take_over = config, owner or Owner(), take_over
         self.schedule = schedule or Schedule(lambda: None)
@@ -120,11 +123,14 @@ class Patch:
         self._handles: list[Any] = []
         self._forward: _Forward | None = None
         self._around: list[nn.Module] = []
+        self._reuse: Reuse | None = None
         if self.module is not None:
             self._family = family_of(self.module)
             self._around = modules_around(self.module, [layer.layer.name for layer in self.layers])
             for layer in self.layers:
                 layer.parts += reversed(modules_around(self.module, [layer.layer.name])[:-1])
+            if config.reuse:
+                self._reuse = Reuse(config, self._family, self.module, whole)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "latest": None, "_calls": {}, "repeats": Repeats()}
@@ -146,6 +152,8 @@ class Patch:
         for part in self._around[1:]:
             self._handles.append(part.register_forward_pre_hook(self._before_part, with_kwargs=True))
         module = self.module
+        if self._reuse is not None:
+            self._reuse.install(self._taking)
         self._handles += [
             module.register_forward_pre_hook(self.before_call, with_kwargs=True),
             module.register_forward_hook(self.after_call, always_call=True),
@@ -163,6 +171,8 @@ class Patch:
             layer.remove()
         if self._forward is not None:
             self._forward.put_back()
+        if self._reuse is not None:
+            self._reuse.remove()
         delattr(self.module, PATCH)
 
     @staticmethod
@@ -172,6 +182,11 @@ class Patch:
     @property
     def call(self) -> Call | None:
         return self._calls.get(threading.get_ident())
+
+    def _taking(self, cut: str) -> Taking | None:
+        """Return what the call that goes on takes over, or keeps, of a cut."""
+        call = self.latest if torch.compiler.is_compiling() else self.call
+        return None if call is None else call.takings.get(cut)
 
     @torch.compiler.disable(reason=_OUTSIDE)  # type: ignore[untyped-decorator, no-untyped-call]
     def before_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -191,10 +206,21 @@ class Patch:
         call = self.end()
         if call is not None and output is not None:
             self._warn_of_exact_layers(call)
+            if self._reuse is not None:
+                self._keep(call, self._reuse)
             if call.last or not call.scheduled:
                 forget_read()
             if self._is_compiled():
                 call.memory.own([call.matchings, *(state.residuals for state in call.states.values())])
+
+    def _keep(self, call: Call, reuse: Reuse) -> None:
+        memory, place = call.memory, call.place
+        if not memory.history.get(place) and (needed := reuse.bytes_of(call.takings)):
+            memory.needs[place] = memory.needs.get(place, 0.0) + needed
+            check_differences(self.schedule.run, self.config, call.given.sample.device)
+        reuse.keep(call.step, call.takings, memory, place, call.given.compiled)
+        if call.last:  # what decodes the latents needs the memory
+            memory.history.clear()
 
     def _before_copy(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Pre-hook of the state of the first convolution alone, which is asked for to build another model of it."""
@@ -264,18 +290,25 @@ class Patch:
         shape = tuple(map(int, sample.shape))
         call.memory = memory = run.kept.setdefault(self, call.memory)
         place = memory.place(step, shape)
-        call.place = place[0]
+        call.place = place
         call.copies, first = memory.same_latents(place, sample) if config.shares_guidance else (1, place)
         call.scheduled = position.scheduled
         kept = position.scheduled and place[0] < KEPT_CALLS
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
         call.last = 1 < position.steps == step + 1
         call.given = replace(given, timestep=None)  # a view of the schedule, which would keep its run
+        taken = self._reuse
+        if taken is not None and kept and not (given.differentiated or given.partial or given.whole):
+            call.takings = taken.takings(step, position.steps, memory, place)
+        skipped = taken.skipped_in(call.takings) if taken is not None else ()
         draws = self._run_draws(call, position, run)
         if draws is not None:
             draws.fill(step)
         for layer in self.layers:
             state = call.states[layer.index] = LayerCall(layer, call)
+            if id(layer.layer.attention) in skipped:
+                state.outcome = "done"
+                continue
             if draws is not None and layer.index in draws.prepared:
                 state.grid, state.phase, state.split, state.prepared = draws.prepared[layer.index]
             else:
@@ -378,12 +411,12 @@ class Patch:
             classes = ", ".join(sorted({type(layer.attention.processor).__name__ for layer in others}))
             self.warn("displaced", count=len(others), classes=classes, first=others[0].name)
         config, (step, steps, scheduled) = self.config, position
-        if all(phase.exact for phase in config.all_phases):
+        if not (self._reuse or any(not phase.exact for phase in config.all_phases)):
             return
         if scheduled:
             if step == run.first and not config.approximates(step, steps):
                 self.warn("idle", first=step + 1, steps=steps)
-        elif any(phase.residual_steps > 1 for phase in config.all_phases):
+        elif self._reuse or any(phase.residual_steps > 1 for phase in config.all_phases):
             self.warn("no schedule")
         elif position not in (ANYWHERE, BEYOND) and not torch.is_grad_enabled() and self.layers[0].layer.joint:
             self.warn("noise level")

@@ -109,9 +109,9 @@ def check_differences(run: Run, config: PatchConfig, device: torch.device) -> No
         limit = run.limit = run.limit or _SHARE * memory_of(place)[1] / GIB
     if needed > limit * GIB:
         raise ElfattError(
-            f"residual_steps would keep {readable(needed)} on {place.type}, more than the {readable(limit * GIB)} "
-            "that it may take; give residual_steps=1, residuals='fp8' or, on a GPU, 'host', or a larger residual_limit "
-            "(in GiB)."
+            f"residual_steps and reuse would keep {readable(needed)} on {place.type}, more than the "
+            f"{readable(limit * GIB)} that they may take; give residual_steps=1 and no reuse, residuals='fp8' or, on a "
+            "GPU, 'host', or a larger residual_limit (in GiB)."
         )
 
 
@@ -224,6 +224,8 @@ class Memory:
         self.draws: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
         self.buffers: dict[object, Residual | None] = {}  # that compiled code fills with differences
         self.needs: dict[tuple[int, ...], float] = {}  # bytes of differences, by the place of a call
+        # what steps take over from earlier ones, by the place of a call and by cut: see `runtime.reuse`
+        self.history: dict[tuple[int, ...], dict[str, list[tuple[int, dict[str, Tensor]]]]] = {}
         self._firsts: list[tuple[tuple[int, ...], Tensor]] = []  # calls of this step that measure, and their input
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self._step = -1
@@ -255,7 +257,7 @@ class Memory:
     def let_go(self, step: int) -> None:
         """Forget the differences of a denoiser whose last call was before the last step: another one has taken over."""
         if self._step < step - 1:
-            for held in (self.residuals, self.needs, self.buffers, self._owned):
+            for held in (self.residuals, self.needs, self.buffers, self._owned, self.history):
                 held.clear()
 
     def own(self, kept: Iterable[dict[Any, Any]]) -> None:

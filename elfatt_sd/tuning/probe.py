@@ -238,7 +238,7 @@ class Probe(ExactRun):
         place = self._place(state.call.step)
         if place is None:
             return
-        name, turn = state.layer.name, (state.call.place, state.calls)
+        name, turn = state.layer.name, (state.call.place[0], state.calls)
         self._latest.pop(name, None)
         copies = copies_of(state.call.given.sample)
         exact = rows_of(output, self._scale, copies)

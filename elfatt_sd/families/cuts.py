@@ -1,0 +1,190 @@
+"""Where a denoiser can be cut: in steps that take over from earlier ones, what lies within a cut is not run."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+OUTPUT = "output"  # the cut that leaves a call out as a whole
+
+
+class Taking:
+    """What one call keeps of the parts of a cut, or takes over in their place."""  # traced code reads and writes it
+
+    def __init__(self, taken: dict[str, Tensor] | None = None) -> None:
+        self.taken = taken  # by name; None in a call that computes everything
+        self.kept: dict[str, Tensor] = {}  # in such a call, for later steps
+        self.begun: dict[str, Tensor] = {}  # what a stack of blocks was given
+
+
+class Part:
+    """A module that is not run, or in part, where a call takes over."""
+
+    runs: Any = None  # what of it is run there
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
+        """Return what the module hands on where a call takes over: here, what it was given."""
+        return args[0] if args else next(iter(kwargs.values()))
+
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, call: Taking) -> None:
+        """Keep what later calls take over."""
+
+
+class Down(Part):
+    """A block on the way down a UNet: its first layers are run if they meet late ones of the last block."""
+
+    def __init__(self, block: Any, layers: int) -> None:
+        super().__init__(block)
+        self.outputs = len(block.resnets) + len(block.downsamplers or ())
+        self.runs = _some_layers(block, slice(0, layers)) if layers else None
+
+    def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
+        given: Tensor = super().skip(forward, args, kwargs, call)
+        outputs = type(self.module).forward(self.runs, *args, **kwargs)[1] if self.runs is not None else ()
+        nothing = given.new_zeros(())  # nobody reads it; a ControlNet's residual may be added to it
+        return nothing, (*outputs, *[nothing] * (self.outputs - len(outputs)))
+
+
+class LastUp(Part):
+    """The last block of a UNet, of which the last layers are run, on deep features of earlier steps."""
+
+    def __init__(self, block: Any, layers: int) -> None:
+        super().__init__(block)
+        self.layers, self.names = layers, _parameters(type(block))
+        self.runs = _some_layers(block, slice(len(block.resnets) - layers, None))
+
+    def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given |= {"hidden_states": (call.taken or {})["deep"]}
+        given["res_hidden_states_tuple"] = given["res_hidden_states_tuple"][: self.layers]
+        return type(self.module).forward(self.runs, **given)
+
+
+class DeepFeatures(Part):
+    """The layer of a UNet that follows the deep ones; its input begins with the channels that they give."""
+
+    def __init__(self, resnet: Any, channels: int) -> None:
+        super().__init__(resnet)
+        self.runs, self.channels = resnet, channels
+
+    def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
+        return forward(*args, **kwargs)
+
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, call: Taking) -> None:
+        call.kept["deep"] = args[0][:, : self.channels].clone()
+
+
+class Block(Part):
+    """A block of a stack of a transformer; the stack hands on what it was given, and what it added in earlier steps."""
+
+    def __init__(self, block: Any, stack: str, first: bool, last: bool, streams: tuple[str, ...]) -> None:
+        super().__init__(block)
+        self.stack, self.first, self.last = stack, first, last
+        self.names = _parameters(type(block))
+        self.streams = streams if "hidden_states" in self.names else self.names[:1]
+        self.returns: tuple[str, ...] = ()  # what its output is a tuple of; nothing where it is one tensor
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> dict[str, Tensor]:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        streams = {name: given[name] for name in self.streams if given.get(name) is not None}
+        if self.first:
+            call.begun = streams
+        return streams
+
+    @property
+    def _main(self) -> str:
+        return "hidden_states" if "hidden_states" in self.streams else self.streams[0]
+
+    def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
+        streams, taken = self._begin(args, kwargs, call), call.taken or {}
+        if self.last:  # without what a ControlNet adds in between, which is in what was kept
+            known = {name: taken.get(f"{self.stack} {name}") for name in streams}
+            streams |= {name: call.begun[name] + each for name, each in known.items() if each is not None}
+        return tuple(map(streams.get, self.returns)) if self.returns else streams[self._main]
+
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, call: Taking) -> None:
+        self._begin(args, kwargs, call)
+        self.returns = self.streams if isinstance(output, tuple) else ()
+        outputs = dict(zip(self.returns, output, strict=False)) if self.returns else {self._main: output}
+        for name, each in outputs.items() if self.last else ():
+            if each is not None and name in call.begun:
+                call.kept[f"{self.stack} {name}"] = each - call.begun[name]
+
+
+class Whole(Part):
+    """A denoiser or ControlNet whose whole output is taken over."""
+
+    shape: Any = None  # of its output, as a tree of values
+
+    def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
+        taken = call.taken or {}
+        return tree_unflatten([taken[name].clone() for name in sorted(taken, key=int)], self.shape)
+
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, call: Taking) -> None:
+        leaves, self.shape = tree_flatten(output)
+        call.kept |= {str(place): leaf.detach().clone() for place, leaf in enumerate(leaves)}
+
+
+def _some_layers(block: Any, layers: slice) -> Any:
+    """Return a block with some of its layers, which it shares with the block, and without a change of resolution."""
+    some, count = copy.copy(block), len(block.resnets)
+    some._modules = dict(block._modules)
+    for name, part in block._modules.items():
+        if name in ("downsamplers", "upsamplers"):
+            some._modules[name] = None
+        elif isinstance(part, nn.ModuleList) and len(part) == count:
+            some._modules[name] = nn.ModuleList([*part][layers])
+    return some
+
+
+def _parameters(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+class _Stand:
+    """Stands in for the `forward` of a part, within those of hooks that bring its weights."""
+
+    def __init__(self, part: Part, forward: Callable[..., Any], find: Callable[[], Taking | None]) -> None:
+        self.part, self.forward, self.find = part, forward, find
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.find()
+        if call is not None and call.taken is not None:
+            return self.part.skip(self.forward, args, kwargs, call)
+        output = self.forward(*args, **kwargs)
+        if call is not None:
+            self.part.keep(args, kwargs, output, call)
+        return output
+
+
+def stand_in(part: Part, find: Callable[[], Taking | None]) -> Callable[[], None]:
+    """Let a part be skipped in calls that take over; return what undoes it."""
+    module = part.module
+    references = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())
+    holder, name = module, "_old_forward" if hasattr(module, "_old_forward") else "forward"
+    if references:
+        holder, name = references[0], "original_forward" if references[0].original_forward else "forward"
+    own = vars(holder).get(name)
+    stand = _Stand(part, getattr(holder, name), find)
+    setattr(holder, name, stand)
+
+    def undo() -> None:
+        for each in (module, *getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())):
+            for at, value in [*vars(each).items()]:
+                if value is stand:
+                    if own is None and at == "forward" and each is module:
+                        del module.forward
+                    else:
+                        setattr(each, at, stand.forward)
+
+    return undo

@@ -1,0 +1,185 @@
+"""What steps take over from earlier ones: the right value, in the right steps, without the work, and nothing left."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from families.test_matrix import CASES, made
+from support import checks, tiny_pipelines, tiny_transformers
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import elfatt_sd
+from elfatt_sd import PatchConfig, Phase, StepReuse
+from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import family_of, main_denoiser
+from elfatt_sd.families.cuts import Taking, stand_in
+from elfatt_sd.phases import reused_steps
+from elfatt_sd.runtime.reuse import extrapolated
+
+UNET = {"prompt_embeds": tiny_transformers.embeds(width=32), "height": 32, "width": 32, "output_type": "latent"}
+
+
+def reusing(cut: str = "shallow-1", **changes: Any) -> PatchConfig:
+    return PatchConfig("reusing", reuse=(StepReuse(cut=cut, **{"first": 2, "last": 1, **changes}),))
+
+
+def unet_pipe(kind: str = "StableDiffusionPipeline", scheduler: Any = None, **parts: Any) -> Any:
+    parts = {"unet": tiny_pipelines.unet(), "vae": tiny_pipelines.vae(), **parts}
+    return tiny_transformers.pipeline(kind, **parts, scheduler=scheduler or tiny_pipelines.ddim())
+
+
+def draw(pipe: Any, steps: int = 8, seeds: tuple[int, ...] = (0,), **given: Any) -> Tensor:
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    given = {**UNET, "guidance_scale": 1.0, **given, "prompt_embeds": UNET["prompt_embeds"].expand(len(seeds), -1, -1)}
+    found: Tensor = pipe(num_inference_steps=steps, generator=generators, **given).images
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_cut_of_every_family_gives_the_whole_from_what_it_kept(name: str) -> None:
+    """With what the same call kept, the output is the same; then less is run, and the forwards are as they were."""
+    module = main_denoiser(made(name)[0])
+    family, forwards = family_of(module), {id(each): each.forward for each in module.modules()}
+    grid = family.grid(module, elfatt_sd.methods.Grid(9 if CASES[name].size.get("frames") else 1, 8, 8))
+    torch.manual_seed(0)
+    given = family.arguments(module, grid, 2, lambda *sizes: torch.randn(sizes))
+    now: list[Taking] = []
+    for cut in [*family.cuts(module), "output"]:
+        undo = [stand_in(part, lambda: now[-1]) for part in family.cut(module, cut)]
+        now.append(Taking())
+        with FlopCounterMode(display=False) as work:
+            whole = module(**given, return_dict=False)[0]
+        now.append(Taking(now[-1].kept))
+        with FlopCounterMode(display=False) as less:
+            torch.testing.assert_close(module(**given, return_dict=False)[0], whole, atol=1e-5, rtol=1e-4)
+        assert less.get_total_flops() < 0.9 * work.get_total_flops(), cut
+        for each in reversed(undo):
+            each()
+        assert all(each.forward == forwards[id(each)] for each in module.modules()), cut
+
+
+def test_steps_are_planned_before_the_run() -> None:
+    def planned(steps: int, *reuse: StepReuse) -> str:
+        return "".join("x" if each is None else str(each.order) for each in reused_steps(reuse, steps))
+
+    assert planned(26, StepReuse(first=9, last=4)) == "xxxxxxxxx1x1x1x1x1x1x1xxxx"
+    early, late = StepReuse(0.5, every=3, order=0, first=2, last=0), StepReuse(1.0, every=2, order=2, first=0, last=1)
+    assert planned(12, early, late) == "xx00x0x2x2xx"
+    assert planned(12, StepReuse(0.5, first=1, last=0)) == "x1x1x1xxxxxx"
+    assert planned(6, StepReuse()) == "xxxxxx"
+
+
+def test_extrapolation_is_exact_for_polynomials() -> None:
+    curves = {"a": lambda step: 3.0 + step, "b": lambda step: 1.0 - 2.0 * step + step**2}
+    for order, name in ((1, "a"), (2, "b")):
+        known = [(step, {name: torch.tensor([curves[name](step)])}) for step in (0, 2, 3, 7)]
+        assert extrapolated(known, order, 9)[name].item() == pytest.approx(curves[name](9))
+    assert extrapolated(known, 0, 9)["b"] is known[-1][1]["b"]
+
+
+@pytest.mark.parametrize("cut", ["shallow-1", "shallow-2", "output"])
+def test_a_run_computes_planned_steps_alone(cut: str) -> None:
+    """Exact steps are bit for bit those of an untouched run as long as nothing was reused; others run less."""
+    pipe = unet_pipe(unet=tiny_pipelines.unet(layers_per_block=2))
+    untouched, calls = draw(pipe), list[bool]()
+    outputs: list[Tensor] = []
+    hooks = [
+        pipe.unet.mid_block.resnets[0].register_forward_pre_hook(lambda *_: calls.append(True)),
+        pipe.unet.register_forward_hook(lambda *call: outputs.append(call[2][0])),
+    ]
+    draw(pipe)
+    exact, config = [*outputs], reusing(cut)
+    with elfatt_sd.patched(pipe, config):
+        outputs.clear(), calls.clear()
+        once = draw(pipe)
+        assert [torch.equal(*pair) for pair in zip(outputs, exact, strict=True)] == [True, True, *[False] * 6]
+        ran = [*calls]
+        assert torch.equal(draw(pipe), once)
+        pair = draw(pipe, seeds=(0, 1))
+        torch.testing.assert_close(pair[:1], once)
+        assert not torch.equal(once, untouched)
+    assert len(ran) == 8 - 3
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(draw(pipe), untouched)
+
+
+@pytest.mark.parametrize("scheduler", ["PNDMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler"])
+def test_samplers_threads_and_interrupted_runs(scheduler: str) -> None:
+    pipe = unet_pipe(scheduler=getattr(diffusers, scheduler).from_config(tiny_pipelines.ddim().config))
+    with elfatt_sd.patched(pipe, reusing()):
+        once = draw(pipe)
+
+        def stop(pipe: Any, step: int, *_: Any) -> Any:
+            if step == 4:
+                raise KeyboardInterrupt
+            return {}
+
+        with pytest.raises(KeyboardInterrupt):
+            draw(pipe, callback_on_step_end=stop)
+        assert torch.equal(draw(pipe), once)
+        assert draw(pipe, height=48).shape != once.shape
+        assert torch.equal(draw(pipe), once)
+        other = copy.deepcopy(pipe)
+    assert torch.equal(draw(other), once)
+
+
+def test_with_attention_with_guidance_and_without() -> None:
+    """Attention goes on in the layers that are run; guidance in two calls has two histories."""
+    pipe = unet_pipe()
+    both = PatchConfig("both", (Phase(1.0, "sampled", keys=8, residual_steps=2),), reuse=reusing().reuse)
+    negative = {"negative_prompt_embeds": tiny_transformers.embeds(1, width=32), "guidance_scale": 3.0}
+    with elfatt_sd.patched(pipe, both):
+        once = draw(pipe, **negative)
+        assert torch.equal(draw(pipe, **negative), once)
+    with elfatt_sd.patched(pipe, both, reuse=()):
+        assert not torch.equal(draw(pipe, **negative), once)
+
+
+def test_controlnets_are_not_called_either() -> None:
+    unet = tiny_pipelines.unet()
+    net = tiny_pipelines.controlnet(unet)
+    pipe = unet_pipe("StableDiffusionControlNetPipeline", unet=unet, controlnet=net)
+    picture, calls = checks.picture(), list[int]()
+    net.mid_block.register_forward_pre_hook(lambda *_: calls.append(1))
+    with elfatt_sd.patched(pipe, reusing()):
+        drawn = draw(pipe, image=picture)
+    assert len(calls) == 5
+    assert torch.isfinite(drawn).all()
+
+
+def test_compiled_code_has_one_program_for_each_kind_of_step() -> None:
+    pipe = unet_pipe()
+    with elfatt_sd.patched(pipe, reusing()):
+        eager = draw(pipe)
+        pipe.unet.compile(backend="eager")
+        torch.testing.assert_close(draw(pipe), eager)
+        torch.testing.assert_close(draw(pipe, steps=9), draw(pipe, steps=9))
+    torch._dynamo.reset()
+
+
+def test_what_cannot_be_reused_is_exact_and_said_once() -> None:
+    pipe = unet_pipe()
+    untouched = draw(pipe, steps=3)
+    with elfatt_sd.patched(pipe, reusing()), pytest.warns(UserWarning, match="approximates no step of this run"):
+        assert torch.equal(draw(pipe, steps=3), untouched)
+    with pytest.raises(ElfattError, match=r"cut='blocks-1-0' is not .* has shallow-1, output"):
+        elfatt_sd.apply_patch(pipe, reusing("blocks-1-0"))
+    assert not elfatt_sd.is_patched(pipe)
+    for changes in ({"every": 1}, {"order": 3}, {"until": 1.5}, {"first": -1}):
+        with pytest.raises(ElfattError, match=f"{next(iter(changes))}="):
+            StepReuse(**changes)
+
+
+def test_it_is_saved_and_takes_memory_as_planned() -> None:
+    config = PatchConfig("both", (Phase(1.0, "sampled", keys=8),), reuse=(StepReuse(0.5, "shallow-1"), StepReuse()))
+    assert PatchConfig.from_dict(config.to_dict()) == config
+    assert "reuse" not in PatchConfig("plain").to_dict()
+    pipe = unet_pipe()
+    with elfatt_sd.patched(pipe, reusing(), residual_limit=1e-6), pytest.raises(ElfattError, match="would keep"):
+        draw(pipe)
