@@ -165,12 +165,16 @@ class CallTimer:
             synchronize(self.device)
             self.marks.append(time.perf_counter())
 
-    def seconds(self) -> float:
+    def each(self) -> list[float]:
+        """Return the seconds of every call."""
         pairs = list(zip(self.marks[::2], self.marks[1::2], strict=True))
         if self.device.type != "cuda":
-            return float(sum(end - start for start, end in pairs))
+            return [end - start for start, end in pairs]
         synchronize(self.device)
-        return sum(float(start.elapsed_time(end)) for start, end in pairs) / 1000
+        return [float(start.elapsed_time(end)) / 1000 for start, end in pairs]
+
+    def seconds(self) -> float:
+        return sum(self.each())
 
 
 def ratios(base: Sequence[float], own: Sequence[float]) -> tuple[float, ...]:

@@ -320,7 +320,7 @@ def reused_steps(reuse: tuple[StepReuse, ...], steps: int) -> tuple[StepReuse | 
     for each in reuse:
         end = math.ceil(each.until * steps - 1e-9)
         for step in range(start, end):
-            takes = start + each.first <= step < end - each.last and step > 0 and in_a_row < each.every - 1
+            takes = start + each.first <= step < end - each.last and step > each.order and in_a_row < each.every - 1
             in_a_row = in_a_row + 1 if takes else 0
             found.append(each if takes else None)
         start = max(start, end)

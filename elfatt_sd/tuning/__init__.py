@@ -23,11 +23,13 @@ from elfatt_sd.config import PatchConfig, method_named
 from elfatt_sd.devices import device_name
 from elfatt_sd.drawing.studio import check_run, check_steps, own_settings, taken, tell_cut_prompts, versions
 from elfatt_sd.errors import ElfattError, ElfattFailure
-from elfatt_sd.families import find_denoisers, main_denoiser
-from elfatt_sd.measure import Comparison, Turn, busy, ratios
+from elfatt_sd.families import family_of, find_denoisers, main_denoiser, step_denoisers, unwrap
+from elfatt_sd.families.cuts import OUTPUT
+from elfatt_sd.measure import CallTimer, Comparison, Turn, busy, ratios
 from elfatt_sd.measure import Progress as Tell
 from elfatt_sd.methods import attentions
 from elfatt_sd.patch import patches_of, remove_patch, restored
+from elfatt_sd.phases import StepReuse, reused_steps
 from elfatt_sd.runtime.layer import fitted
 from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.toy.renderer import caption, sample_scenes
@@ -51,6 +53,9 @@ from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 SEARCHED, IMAGES = 3, 24  # images of the search, and of the proof at most
 PRESETS = ("elfatt", "elfatt-fast", "elfatt-quality")
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
+WAYS = ((2, 1), (2, 0), (3, 1))  # to take over from earlier steps: one of so many is whole, and the order
+LAST = (3, 1)  # steps at the end of a run that are whole, as solvers of several steps want it
+EARLIER = 3  # whole steps before those that take over; as many as the highest order needs
 CALIBRATED = 2  # images in which the stretches of a choice are approximated alone
 EXPECTED = 3  # images that say as much of how far predictions are off as is expected: nothing
 TRIES = 2  # choices that are run with the prompts of the search
@@ -66,7 +71,7 @@ LEAST_SLOPE = 0.3  # dB of held-out images for each that is predicted, of which 
 NEAR = 3.0  # dB above what was aimed at, at which a faster choice is looked for
 LEAST_LACK = 1.0  # dB that a choice is closer than one that was not proved
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
-_FIGURES = 5  # version of what is measured
+_FIGURES = 6  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
 _PROMPTS = Path(__file__).parents[1] / "evaluation" / "prompt_lists" / "images.csv"
 
@@ -91,6 +96,7 @@ def tune(
     seed: int = 0,
     images: int = IMAGES,
     presets: bool = True,
+    reuse: bool = True,
     inputs: Mapping[str, Any] | None = None,
     progress: Tell | None = None,
 ) -> Tuned:
@@ -122,6 +128,7 @@ def tune(
         seed: of the first image; the next ones count up.
         images: images that the proof may draw at most, 8 or more. They are drawn until it is decided.
         presets: also run the presets, for the curve.
+        reuse: also let steps take over from earlier ones; see `StepReuse`.
         inputs: further arguments of the pipeline's call, such as an image.
         progress: told of every stage: its name, the denoising steps done in it and in all.
 
@@ -154,7 +161,7 @@ def tune(
         runs, start = Runs(pipe, settings, progress), time.monotonic()
         record = _record(runs)
         store = Store(record | {"samples": samples[:SEARCHED], "figures": _FIGURES})
-        search = Search(runs, samples, budget, measure, store)
+        search = Search(runs, samples, budget, measure, store, reuse)
         search.measure_untouched()
         search.measure_layers()
         search.check_reachable()
@@ -215,8 +222,16 @@ def _record(runs: Runs) -> dict[str, Any]:
 class Search:
     """Tunes one pipeline: measures, predicts, tries choices, and has them proved."""
 
-    def __init__(self, runs: Runs, samples: Sequence[Sample], budget: Budget, measure: Measure, store: Store) -> None:
-        self.runs, self.budget, self.measure, self.store = runs, budget, measure, store
+    def __init__(
+        self,
+        runs: Runs,
+        samples: Sequence[Sample],
+        budget: Budget,
+        measure: Measure,
+        store: Store,
+        reuse: bool = True,
+    ) -> None:
+        self.runs, self.budget, self.measure, self.store, self.reuse = runs, budget, measure, store, reuse
         self.samples, self.held_out = samples[:SEARCHED], samples[SEARCHED:]
         self.held_out_untouched: dict[int, Drawn] = {}  # by number
         self.proofs: list[Proof] = []
@@ -259,6 +274,39 @@ class Search:
         probed = sum(len(stretch.probed) for stretch in self.stretches)  # steps
         self.layer_calls = {name: own.calls / probed for name, own in figures.items()}
         self._calibrate("stretches", 0, map(self.model.reference, range(len(self.stretches))))
+        if self.reuse and share and len(self.stretches) > 1:
+            main = unwrap(main_denoiser(self.runs.pipe))
+            cuts = [*family_of(main).cuts(main)[:1], OUTPUT]
+            ways = [StepReuse(1.0, cut, every, order, 0, 0) for cut in cuts for every, order in WAYS]
+            *late, last = range(1, len(self.stretches))
+            ending = [dataclasses.replace(way, last=steps) for way in ways for steps in LAST]
+            self._calibrate_reuse(0, [*itertools.product(late, ways), *((last, way) for way in ending)])
+
+    def _calibrate_reuse(self, image: int, options: Sequence[tuple[int, StepReuse]]) -> None:
+        """Draw an image with one stretch alone taking over from earlier steps, in one way after the other."""
+        self.runs.stage("measuring reuse", sum(1 - self.stretches[number].first / self.calls for number, _ in options))
+        for number, reuse in options:
+            config = self.model.config([{}] * len(self.stretches), {number: reuse}, name="probe")
+            draw = functools.partial(self._draw_reused, self.stretches[number].first, self.samples[image], config)
+            name = f"reuse-{short_hash(config.to_dict(), 12)}-{image}"
+            self.model.reused.setdefault((number, reuse), {})[image] = self.store.known(name, draw, tuple)
+        self.curve = self.model.curve(self.layer_calls)
+
+    def _draw_reused(self, first: int, sample: Sample, config: PatchConfig) -> tuple[float, float]:
+        """Return the seconds that an image saves which takes over from earlier steps from one on, and its error."""
+        begin = max(0, first - EARLIER)
+        with CallTimer(step_denoisers(self.runs.pipe).values(), self.runs.device) as timer:
+            far = self.runs.deviation(begin, sample, config)
+        seconds, plan = timer.each(), reused_steps(config.reuse, self.calls)
+        calls = max(1, -(-len(seconds) // self.calls))  # of a step
+        taken = [each for place, each in enumerate(seconds) if plan[min(place // calls, self.calls - 1)]]
+        whole = [
+            each
+            for place, each in enumerate(seconds)
+            if begin < place // calls < self.calls and not plan[place // calls]
+        ]
+        saved = len(taken) * (statistics.median(whole) - statistics.median(taken)) if taken and whole else 0.0
+        return saved, far.mse
 
     def _probe(self) -> Any:
         effects, scale = round(_EFFECTS * self.calls), self.runs.settings.guidance
@@ -273,7 +321,7 @@ class Search:
         self.runs.stage(f"measuring {what}", sum(1 - stretch.first / self.calls for stretch in self.stretches))
         for number, phases in enumerate(parts):
             alone = [phases if each == number else {} for each in range(len(self.stretches))]
-            config = self.model.config(alone, "probe")
+            config = self.model.config(alone, name="probe")
             if config.active:
                 name = f"alone-{short_hash(config.to_dict(), 12)}-{image}"
                 step, sample = self.stretches[number].first, self.samples[image]
@@ -298,7 +346,7 @@ class Search:
         return self.points[-1]
 
     def _try(self, choice: Choice) -> Point:
-        point = self.run_config("tuned", self.model.config(self.model.parts(choice)), choice.psnr, self.samples)
+        point = self.run_config("tuned", self.model.chosen(choice), choice.psnr, self.samples)
         self._learn_speed(point, choice)
         return point
 
@@ -404,6 +452,9 @@ class Search:
         parts = self.model.parts(self.choose())
         for image in list(range(len(self.samples)))[-CALIBRATED:]:  # images differ much
             self._calibrate("a choice", image, parts)
+            self._calibrate_reuse(
+                image, [(number, each.reuse) for number, each in enumerate(self.choose().reuse) if each.reuse]
+            )
         choice, tried = self.choose(), list[float]()  # by predicted PSNR
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.runs.stage(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
@@ -437,7 +488,7 @@ class Search:
                 config = fitted(rival.config, find_denoisers(self.runs.pipe))
                 proof = self.prove_config(rival.name, config, None)
             elif following is not None and (best is None or self._times(following) > best.point.times):
-                config = self.model.config(self.model.parts(following))
+                config = self.model.chosen(following)
                 proof = self.prove_config("tuned", config, following.psnr)
             else:
                 break

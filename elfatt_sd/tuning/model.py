@@ -6,19 +6,18 @@ stretch is noisy (on the embedded pipelines by a factor of about e).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from elfatt_sd.config import LayerPhases, PatchConfig
-from elfatt_sd.phases import Phase
+from elfatt_sd.phases import Phase, StepReuse, reused_steps
 from elfatt_sd.tuning.probe import EXACTLY, Candidate, LayerFigures, Stretch, candidates, slow_layers
 from elfatt_sd.tuning.runs import Deviation
 
@@ -29,6 +28,7 @@ _FIXED = 10.0  # times as much is done to the image by errors that are not drawn
 _NOISE = 0.7  # standard deviation of the logarithm of an image's squared error, where all is as predicted
 _SCATTER, _SCATTER_SPREAD = 5.0, 1.5  # `r` where nothing is known of it, and the standard deviation of its logarithm
 _ROUNDING = 0.3  # `a` where nothing is known of it
+_NO_REUSE: Mapping[int, StepReuse] = {}
 _SCATTERS = np.geomspace(0.1, 100, 31)  # that are tried
 
 
@@ -42,10 +42,21 @@ class Option:
 
 
 @dataclass(frozen=True)
+class ReuseOption:
+    """What all layers of the denoiser can take over from earlier steps in a stretch."""
+
+    reuse: StepReuse | None = None  # as if the stretch were the run; None where every step computes everything
+    computed: float = 1.0  # fraction of the steps that compute everything
+    saved: float = 0.0  # seconds that it saves in an image, of the untouched denoiser
+    mse: float = 0.0  # that it is predicted to add to the image
+
+
+@dataclass(frozen=True)
 class Choice:
     """A choice for every layer and stretch."""
 
     options: Mapping[tuple[str, int], Option]  # by layer and stretch
+    reuse: tuple[ReuseOption, ...]  # by stretch
     saved: float  # seconds of an image, predicted
     mse: float  # of the image, predicted
     psnr: float  # of the image of 8 bits in dB, predicted
@@ -85,6 +96,8 @@ class Model:
         self._share = share  # may steps share differences?
         self._exact_start = exact_start  # is the first stretch exact in all layers?
         self._runs: list[_Run] = []
+        # of a stretch that takes over from earlier steps: seconds that it saves, and the image's error, by image
+        self.reused: dict[tuple[int, StepReuse], dict[int, tuple[float, float]]] = {}
         self.scale = [1.0] * len(stretches)  # `B`, by stretch
         self.scatter = _SCATTER  # `r`
         self.rounding = _ROUNDING  # `a`
@@ -216,35 +229,87 @@ class Model:
                 kept.append(option)
         return kept
 
+    def reuse_options(self, stretch: int) -> list[ReuseOption]:
+        """Return what a stretch can take over, with its error in an image like the mean of those that were drawn.
+
+        An image is as far as another one times a factor, which all options that were drawn of both say.
+        """
+        logs = {key: {image: math.log(max(mse, _LEAST_MSE)) for image, (_, mse) in each.items()}
+                for key, each in self.reused.items()}  # fmt: skip
+        images = {image for each in logs.values() for image in each}
+        pairs = {
+            image: [each[image] - each[0] for each in logs.values() if {0, image} <= each.keys()] for image in images
+        }
+        farther = {image: statistics.fmean(each) if each else 0.0 for image, each in pairs.items()}
+        found, steps = [ReuseOption()], len(self._stretches[stretch])
+        for (own, reuse), known in logs.items():
+            if own == stretch:
+                log = statistics.fmean(log - farther[image] for image, log in known.items())
+                mse = math.exp(log + statistics.fmean(farther.values()))
+                saved = statistics.median(seconds for seconds, _ in self.reused[own, reuse].values())
+                computed = reused_steps((reuse,), steps).count(None) / steps
+                found += [ReuseOption(reuse, computed, saved, mse)] if saved > 0 else []
+        return found
+
     def curve(self, calls: Mapping[str, float]) -> list[Choice]:
-        """Return the best choices, from untouched to the fastest one, of falling predicted closeness."""
+        """Return the best choices, from untouched to the fastest one, of falling predicted closeness.
+
+        For each price of an error, every stretch takes the best of what it can reuse, each with the best of every
+        layer, which saves time in those steps alone that compute everything.
+        """
+        numbers = range(len(self._stretches))
         table = {
             (layer, stretch): self.options(layer, stretch, calls[layer])
-            for layer, stretch in itertools.product(self._figures, range(len(self._stretches)))
+            for layer, stretch in itertools.product(self._figures, numbers)
         }
-        steps = (pair for row in table.values() for pair in itertools.pairwise(row))
+        reuse = [self.reuse_options(number) for number in numbers]
+        steps = [pair for row in table.values() for pair in itertools.pairwise(row)]
         slopes = [(after.mse - before.mse) / (after.saved - before.saved) for before, after in steps]
+        slopes += [each.mse / each.saved for row in reuse for each in row if each.saved]
         slopes = [slope for slope in slopes if slope > 0]
-        if not slopes:
-            return [self._choice({place: row[0] for place, row in table.items()})]
-        low, high = math.log(min(slopes) / 2), math.log(max(slopes) * 2)
-        prices = [math.exp(low + (high - low) * number / _SLOPES) for number in range(_SLOPES + 1)]
+        low, high = (math.log(min(slopes) / 2), math.log(max(slopes) * 2)) if slopes else (0.0, 0.0)
+        prices = np.array([0.0, *np.exp(np.linspace(low, high, _SLOPES + 1))])
+        gains, best = dict[tuple[int, int], Any](), dict[tuple[str, int, int], Any]()
+        for number in numbers:
+            for place, each in enumerate(reuse[number]):
+                gains[number, place] = prices * each.saved - each.mse
+                for layer in self._figures:
+                    saved, mse = (
+                        np.array([getattr(one, name) for one in table[layer, number]]) for name in ("saved", "mse")
+                    )
+                    values = prices[:, None] * saved * each.computed - mse
+                    best[layer, number, place] = values.argmax(1)
+                    gains[number, place] = gains[number, place] + values.max(1)
         found: list[Choice] = []
-        for price in (0.0, *prices):
-            picked = {place: max(row, key=lambda each: price * each.saved - each.mse) for place, row in table.items()}
-            choice = self._choice(picked)
+        for price in range(len(prices)):
+            places = [
+                max(range(len(reuse[number])), key=lambda place: gains[number, place][price]) for number in numbers
+            ]
+            picked = {
+                (layer, number): table[layer, number][best[layer, number, places[number]][price]]
+                for layer, number in table
+            }
+            choice = self._choice(picked, tuple(reuse[number][place] for number, place in enumerate(places)))
             if not found or choice.saved > found[-1].saved:
                 found.append(choice)
         return found
 
-    def _choice(self, picked: Mapping[tuple[str, int], Option]) -> Choice:
-        saved, mse = (sum(getattr(option, name) for option in picked.values()) for name in ("saved", "mse"))
+    def _choice(self, picked: Mapping[tuple[str, int], Option], reuse: tuple[ReuseOption, ...]) -> Choice:
+        saved = sum(option.saved * reuse[number].computed for (_, number), option in picked.items())
+        saved += sum(each.saved for each in reuse)
+        mse = sum(each.mse for each in picked.values()) + sum(each.mse for each in reuse)
         added = self.rounding * math.sqrt(mse)
         rounded = mse + added / (1 + 6 * added)
-        return Choice(picked, saved, mse, math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded))
+        return Choice(picked, reuse, saved, mse, math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded))
 
-    def config(self, parts: Sequence[Mapping[str, Candidate]], name: str = "tuned") -> PatchConfig:
-        """Return the configuration of what layers do, by stretch; equal stretches are one phase, the others exact."""
+    def chosen(self, choice: Choice) -> PatchConfig:
+        taken = {number: each.reuse for number, each in enumerate(choice.reuse) if each.reuse is not None}
+        return self.config(self.parts(choice), taken)
+
+    def config(
+        self, parts: Sequence[Mapping[str, Candidate]], reuse: Mapping[int, StepReuse] = _NO_REUSE, name: str = "tuned"
+    ) -> PatchConfig:
+        """Return the configuration of what layers do and take over, by stretch; equal stretches are one."""
         own, steps = [], self._stretches[-1].last + 1
         for layer in self._figures:
             phases: list[Phase] = []
@@ -257,7 +322,20 @@ class Model:
                 phases.pop()
             if phases:
                 own.append(LayerPhases(layer, tuple(phases)))
-        return PatchConfig(name, per_layer=tuple(own))
+        return PatchConfig(name, per_layer=tuple(own), reuse=self._spread(reuse))
+
+    def _spread(self, reuse: Mapping[int, StepReuse]) -> tuple[StepReuse, ...]:
+        """Return what stretches take over, by their number, as stretches of the run."""
+        taken, first = list[StepReuse](), 0
+        for number, stretch in enumerate(self._stretches):
+            end, each = (stretch.last + 1) / (self._stretches[-1].last + 1), reuse.get(number)
+            if each is None:
+                first += len(stretch)
+            elif taken and not first and replace(taken[-1], until=1.0, first=0) == replace(each, last=0):
+                taken[-1] = replace(taken[-1], until=end, last=each.last)
+            else:
+                taken, first = [*taken, replace(each, until=end, first=first)], 0
+        return tuple(taken)
 
     def parts(self, choice: Choice) -> list[dict[str, Candidate]]:
         found: list[dict[str, Candidate]] = [{} for _ in self._stretches]
@@ -268,4 +346,4 @@ class Model:
 
 
 def _until(phase: Phase, end: float) -> Phase:
-    return dataclasses.replace(phase, until=end)
+    return replace(phase, until=end)

@@ -70,7 +70,7 @@ def test_steps_are_planned_before_the_run() -> None:
     assert planned(26, StepReuse(first=9, last=4)) == "xxxxxxxxx1x1x1x1x1x1x1xxxx"
     early, late = StepReuse(0.5, every=3, order=0, first=2, last=0), StepReuse(1.0, every=2, order=2, first=0, last=1)
     assert planned(12, early, late) == "xx00x0x2x2xx"
-    assert planned(12, StepReuse(0.5, first=1, last=0)) == "x1x1x1xxxxxx"
+    assert planned(12, StepReuse(0.5, first=1, last=0)) == "xx1x1xxxxxxx"
     assert planned(6, StepReuse()) == "xxxxxx"
 
 

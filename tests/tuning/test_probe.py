@@ -361,7 +361,7 @@ def test_the_curve_has_the_best_choices() -> None:
     assert {own.layers for own in config.per_layer} == {"a", "b"}
     for layer in ("a", "b"):
         assert config.for_layer(layer).phases == (Phase(1.0, "sampled", keys=32),), "equal stretches are one"
-    alone = model.config([{}, model.reference(1)], "probe")
+    alone = model.config([{}, model.reference(1)], name="probe")
     assert [phase.exact for phase in alone.for_layer("a").phases] == [True, False]
     assert alone.stretches == (0.5, 1.0)
     assert [set(part) for part in model.parts(curve[-1])] == [{"a", "b"}, {"a", "b"}]
