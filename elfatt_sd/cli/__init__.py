@@ -36,8 +36,8 @@ from elfatt_sd.cli.options import (
     SHAPE_NAMES,
     Height,
     Json,
-    Patch,
-    Source,
+    PatchOptions,
+    PipelineOptions,
     Width,
     takes_drawing,
     takes_patch,
@@ -106,7 +106,7 @@ def progress(images: int, drawings: int | None = None) -> Iterator[tuple[OnStep,
 @takes_source()
 @takes_drawing
 def generate(
-    chosen: Patch,
+    chosen: PatchOptions,
     drawing: dict[str, Any],
     source: Any,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts to draw.")] = None,
@@ -252,7 +252,12 @@ def try_methods(
 
 
 def _draw_sheet(
-    sources: dict[str, Source], prompts: list[str], methods: list[str], rounds: int, settings: dict[str, Any], out: Path
+    sources: dict[str, PipelineOptions],
+    prompts: list[str],
+    methods: list[str],
+    rounds: int,
+    settings: dict[str, Any],
+    out: Path,
 ) -> None:
     from elfatt_sd.drawing.compare import Sheet
     from elfatt_sd.loading import check_model
@@ -274,7 +279,7 @@ def _draw_sheet(
 @takes_patch
 @takes_source("cpu")
 def patch(
-    chosen: Patch,
+    chosen: PatchOptions,
     source: Any,
     model: Annotated[
         str,
@@ -294,7 +299,7 @@ def patch(
         if save.exists():
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
-    from_where: Source = source(model)
+    from_where: PipelineOptions = source(model)
     if model not in SHAPE_NAMES:
         pipe = from_where.load()
     elif chosen.autotune:
@@ -378,12 +383,9 @@ def tune(
     from elfatt_sd.tuning import tune as tune_pipeline
     from elfatt_sd.tuning.proof import Budget, check_wanted
 
-    wanted: dict[str, Any] = {
-        "closeness": closeness, "speed": speed, "memory": memory, "lowest": lowest, "confidence": confidence
-    }  # fmt: skip
-    budget = Budget(**wanted)
-    size, steps, guidance = (asked["height"], asked["width"]), asked["steps"], asked["guidance"]
-    check_run(steps, guidance, asked["seed"], *size)
+    budget, guidance = Budget(closeness, speed, memory, lowest, confidence), asked["guidance"]
+    size = asked["height"], asked["width"]
+    check_run(asked["steps"], guidance, asked["seed"], *size)
     lines = None if prompts is None else read_prompts(prompts)
     check_wanted(budget, asked["metric"], lines, asked["images"], asked["frames"])
     if save is not None:
@@ -393,13 +395,13 @@ def tune(
     if out is not None:
         check_writable(out)
         need("the page of a tuning (--out)", "jinja2", "matplotlib")
-    from_where: Source = source(model)
+    from_where: PipelineOptions = source(model)
     pipe = from_where.load()
     pipe.set_progress_bar_config(disable=True)
     rows = 1 if guidance is not None and guidance <= 1 else 2
     warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
     with progress_of("steps") as tell:
-        found = tune_pipeline(pipe, **wanted, prompts=lines, progress=tell, **asked)
+        found = tune_pipeline(pipe, **vars(budget), prompts=lines, progress=tell, **asked)
     print(json.dumps(found.to_dict(), indent=2) if as_json else found)  # first: a disk may be full
     if save is not None:
         try:

@@ -324,8 +324,8 @@ def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
     """Return the denoising steps and the guidance scale of a pipeline, where nobody gives others."""
     if model in EMBEDDED:
         return EMBEDDED[model].steps, EMBEDDED[model].guidance
-    defaults = {name: parameter.default for name, parameter in taken(pipe).items()}
-    return defaults["num_inference_steps"], defaults.get("guidance_scale")
+    inputs = taken(pipe)
+    return inputs["num_inference_steps"].default, getattr(inputs.get("guidance_scale"), "default", None)
 
 
 def check_steps(pipe: Any, steps: int) -> None:

@@ -31,7 +31,7 @@ from elfatt_sd.progress import Progress as Tell
 from elfatt_sd.runtime.layer import fitted
 from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.toy.renderer import caption, sample_scenes
-from elfatt_sd.tuning.model import Choice, Model
+from elfatt_sd.tuning.model import Choice, Predictor
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
 from elfatt_sd.tuning.proof import (
     SHARES,
@@ -45,7 +45,7 @@ from elfatt_sd.tuning.proof import (
     check_wanted,
     measure_named,
 )  # fmt: skip
-from elfatt_sd.tuning.runs import Deviation, Drawn, Runs, Sample, Settings, Store, fingerprint, short_hash
+from elfatt_sd.tuning.runs import Deviation, Drawn, DrawSettings, Runs, Sample, Store, fingerprint, short_hash
 from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
 SEARCHED, IMAGES = 3, 24  # images of the search, and of the proof at most
@@ -143,7 +143,7 @@ def tune(
     words = own_prompts if prompts is None else prompts
     samples = [Sample(words[number % len(words)], seed + number) for number in range(SEARCHED + images)]
     steps, guidance = own_steps if steps is None else steps, own_guidance if guidance is None else guidance
-    settings = Settings(steps, guidance, height, width, frames, negative_prompt, inputs or {})
+    settings = DrawSettings(steps, guidance, height, width, frames, negative_prompt, inputs or {})
     check_steps(pipe, steps)
     settings.check(pipe)
     tell_cut_prompts(pipe, [*(sample.prompt for sample in samples), negative_prompt or ""])
@@ -255,7 +255,7 @@ class Search:
         self.runs.stage("measuring layers", 1)
         figures = self.store.known("layers", self._probe, LayerFigures.read)
         share, exact_start = self.budget.memory is None, self.budget.lowest is not None and len(self.stretches) > 1
-        self.model = Model(figures, self.stretches, share=share, exact_start=exact_start)
+        self.model = Predictor(figures, self.stretches, share=share, exact_start=exact_start)
         probed = sum(len(stretch.probed) for stretch in self.stretches)  # steps
         self.layer_calls = {name: own.calls / probed for name, own in figures.items()}
         self._calibrate("stretches", 0, map(self.model.reference, range(len(self.stretches))))
@@ -384,7 +384,7 @@ class Search:
         if self.measure.name != "PSNR":
             return None if holds else self._at(choice.psnr + 3.0)
         aim, mean = self._aim(), proof.point.mean
-        if proof.close(budget):
+        if budget.keeps(self.measure, proof.bound, proof.lowest):  # what is asked for is not speed
             room = min(mean, choice.psnr + self._offset()) - aim
             following = self._at(choice.psnr - room + NEAR / 2) if NEAR < room < math.inf else choice
         else:
@@ -417,8 +417,14 @@ class Search:
 
     def _rivals(self) -> list[Point]:
         """Return what is there to compare with, as far as it is likely to keep to the budget."""
-        others = [point for point in self.points if point.predicted is None and self.budget.keeps(point, self.measure)]
-        return [point for point in others if self.budget.by_speed or self.measure.keeps(point.mean, self._aim())]
+        budget, measure = self.budget, self.measure
+        return [
+            each
+            for each in self.points
+            if each.predicted is None
+            and budget.keeps(measure, each.mean, measure.lowest(each.closeness), each.times)
+            and (budget.by_speed or measure.keeps(each.mean, self._aim()))
+        ]
 
     def prove(self, choice: Choice) -> Proof | None:
         """Have a choice proved, and correct it until it holds; None where nothing that holds is worth its while."""

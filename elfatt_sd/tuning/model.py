@@ -1,7 +1,7 @@
 """Predict what a choice of phases, by layer and stretch, costs in time and in closeness, and find the best choices.
 
-Errors of different layers are nearly independent, so that their squares add up; see `Model`. What one image says of a
-stretch is noisy (on the embedded pipelines by a factor of about e).
+Errors of different layers are nearly independent, so that their squares add up; see `Predictor`. What one image says
+of a stretch is noisy (on the embedded pipelines by a factor of about e).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class _Run(NamedTuple):
     total: float  # what its errors do to the image, before `B`, as they add up over steps
     scatter: float  # likewise, as they scatter about their mean
     mse: float  # logarithm of the mean squared error of the image
-    rounding: float  # what rounding to 8 bits adds to that error; see `Model`
+    rounding: float  # what rounding to 8 bits adds to that error; see `Predictor`
 
 
-class Model:
+class Predictor:
     """Predicts, and chooses by its predictions.
 
     `MSE = sum of B_s w_ls (|sum of E|^2 + r * sum of |E - mean of E|^2) / N` over layers l and stretches s of N steps,
@@ -143,11 +143,9 @@ class Model:
         return self.scale[stretch] * (total + self.scatter * scatter)
 
     def reference(self, stretch: int) -> dict[str, Candidate]:
-        found = {}
-        for name, own in self._figures.items():
-            if (number := own.middle(stretch)) is not None:
-                found[name] = Candidate(own.bases[number], number)
-        return found
+        numbers = {name: own.middle(stretch) for name, own in self._figures.items()}
+        known = {name: number for name, number in numbers.items() if number is not None}
+        return {name: Candidate(self._figures[name].bases[number], number) for name, number in known.items()}
 
     def error(self, layer: str, stretch: int, candidate: Candidate) -> float:
         """Return what an approximation adds to the image in a stretch, by step: the squared norm of its errors' sum.
@@ -250,9 +248,9 @@ class Model:
             phases: list[Phase] = []
             for stretch, part in zip(self._stretches, parts, strict=True):
                 phase = part.get(layer, EXACTLY).phase
-                if phases and _until(phases[-1], 1.0) == _until(phase, 1.0):
+                if phases and dataclasses.replace(phases[-1], until=1.0) == phase:
                     phases.pop()
-                phases.append(_until(phase, (stretch.last + 1) / steps))
+                phases.append(dataclasses.replace(phase, until=(stretch.last + 1) / steps))
             while phases and phases[-1].exact:
                 phases.pop()
             if phases:
@@ -265,7 +263,3 @@ class Model:
             if option.candidate is not EXACTLY:
                 found[number][layer] = option.candidate
         return found
-
-
-def _until(phase: Phase, end: float) -> Phase:
-    return dataclasses.replace(phase, until=end)
