@@ -49,6 +49,7 @@ from elfatt_sd.progress import progress_of
 from elfatt_sd.toy import EMBEDDED, PROMPT
 
 if TYPE_CHECKING:
+    from elfatt_sd.drawing.compare import Sheet
     from elfatt_sd.drawing.studio import OnImage, OnStep, Result, Studio
     from elfatt_sd.plans import Plan
 
@@ -221,8 +222,9 @@ def try_methods(
     Of several prompts or models, a sheet: untouched, the fastest method and the closest one, as the first prompt shows.
     """
     from elfatt_sd.config import PatchConfig, known_method
-    from elfatt_sd.drawing.compare import Trial
+    from elfatt_sd.drawing.compare import Sheet, Trial
     from elfatt_sd.drawing.studio import Request, Studio
+    from elfatt_sd.loading import check_model
 
     words = [" ".join(prompt)] if prompt else []
     all_prompts, all_models = [*words, *(prompts or ())] or [PROMPT], [*([model] if model else []), *(models or ())]
@@ -232,7 +234,10 @@ def try_methods(
     chosen: list[str] = [known_method(method) for method in methods or METHODS]
     check_writable(out)
     if len(sources) > 1 or len(all_prompts) > 1:
-        _draw_sheet(sources, all_prompts, chosen, rounds, {"seed": seed, **drawing}, out)
+        for name, each in sources.items():
+            check_model(name, allow_pickle=each.allow_pickle, variant=each.variant)
+        load = lambda request: sources[request.model].load_for(request)  # noqa: E731
+        _draw_sheet(Sheet(load, list(sources), all_prompts, chosen, rounds, {"seed": seed, **drawing}), out)
         return
     studio = Studio(sources[request.model].load_for(request), request, out)
     trial = Trial(studio, chosen, rounds)
@@ -251,21 +256,7 @@ def try_methods(
             print(f"{trial.recommendation()}\n{path}")
 
 
-def _draw_sheet(
-    sources: dict[str, PipelineOptions],
-    prompts: list[str],
-    methods: list[str],
-    rounds: int,
-    settings: dict[str, Any],
-    out: Path,
-) -> None:
-    from elfatt_sd.drawing.compare import Sheet
-    from elfatt_sd.loading import check_model
-
-    for name, each in sources.items():
-        check_model(name, allow_pickle=each.allow_pickle, variant=each.variant)
-    load = lambda request: sources[request.model].load_for(request)  # noqa: E731
-    sheet = Sheet(load, list(sources), prompts, methods, rounds, settings)
+def _draw_sheet(sheet: Sheet, out: Path) -> None:
     try:
         with progress(sheet.images) as (on_step, on_image):
             sheet.run(on_step, on_image)

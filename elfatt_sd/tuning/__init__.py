@@ -224,11 +224,6 @@ class Search:
         self.curve: list[Choice] = []  # the best choices by what is known so far
         self.realised = 1.0  # fraction of the predicted seconds that is really saved
 
-    @property
-    def seconds(self) -> float:
-        """Of an untouched image."""
-        return statistics.median(self._seconds)
-
     def measure_untouched(self) -> None:
         """Draw the untouched images of the search; the first one twice, and also where it is kept."""
         self.runs.stage("drawing untouched images", len(self.samples) + 1)
@@ -244,6 +239,7 @@ class Search:
         self.untouched = [drawn, *(self.store.drawn(each, functools.partial(draw, each)) for each in others)]
         fresh = drawn.seconds == recorded.seconds  # seconds that are kept are those of another time
         self._seconds = [again.seconds, *(each.seconds for each in self.untouched[1:] if fresh)]  # the first warms up
+        self.seconds = statistics.median(self._seconds)  # of an untouched image
         kept = ((number, self.store.image(sample)) for number, sample in enumerate(self.held_out))
         self.held_out_untouched |= {number: image for number, image in kept if image is not None}
         self._pace = self.runs.pace()  # seconds of a step at that time
@@ -288,8 +284,6 @@ class Search:
         paces = [self.runs.pace()]
         drawn = [self.runs.draw(sample, config) for sample in samples]
         seconds = [each.seconds for each in drawn]
-        if len(seconds) == 1:  # which says nothing of how far it is to be trusted
-            seconds.append(self.runs.draw(samples[0], config).seconds)
         paces.append(self.runs.pace())
         slower = statistics.fmean(paces) / self._pace  # than when the untouched ones were drawn
         close = tuple(self.measure.between(*pair) for pair in zip(self.untouched, drawn, strict=False))

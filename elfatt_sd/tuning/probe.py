@@ -247,6 +247,7 @@ class Probe(ExactRun):
                 continue
             with _loses(figures, number):  # its draws are those of the steps that share, its time has them in it
                 draws = _Seen()
+                # One turn each, as the run meets the layer: `autotune`, which has no run, times until it is clear.
                 with Stopwatch(exact.joined.device) as watch:
                     made = self.approximate(state, again, phase, self._stretches[place[0]].first, ahead=draws)
                 figures.ratios[number].append(watch.seconds / figures.seconds[-1])
