@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import itertools
@@ -13,7 +12,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from elfatt_sd.config import PatchConfig, method_named
 from elfatt_sd.devices import device_name
 from elfatt_sd.drawing.studio import check_run, check_steps, own_settings, taken, tell_cut_prompts, versions
 from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.evaluation.prompts import PromptFile, read_prompts
 from elfatt_sd.families import find_denoisers, main_denoiser
 from elfatt_sd.measure import Comparison, Turn, busy, ratios
 from elfatt_sd.methods import attentions
@@ -68,7 +67,6 @@ LEAST_LACK = 1.0  # dB that a choice is closer than one that was not proved
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
 _FIGURES = 5  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
-_PROMPTS = Path(__file__).parents[1] / "evaluation" / "prompt_lists" / "images.csv"
 
 
 def tune(
@@ -187,8 +185,7 @@ def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
     embedded = next((name for name, each in EMBEDDED.items() if where == str(each.folder)), "")
     if embedded:
         return (*own_settings(pipe, embedded), list(map(caption, sample_scenes(32, 1))))
-    with _PROMPTS.open(encoding="utf-8", newline="") as file:
-        prompts = [row["prompt"] for row in csv.DictReader(file)]
+    prompts = [prompt for _, prompt in read_prompts(PromptFile("images"))]
     return (*own_settings(pipe, ""), prompts[:: len(prompts) // 16])
 
 
