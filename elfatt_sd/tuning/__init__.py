@@ -249,8 +249,6 @@ class Search:
         figures = self.store.known("layers", self._probe, LayerFigures.read)
         share, exact_start = self.budget.memory is None, self.budget.lowest is not None and len(self.stretches) > 1
         self.model = Predictor(figures, self.stretches, share=share, exact_start=exact_start)
-        probed = sum(len(stretch.probed) for stretch in self.stretches)  # steps
-        self.layer_calls = {name: own.calls / probed for name, own in figures.items()}
         self._calibrate("stretches", 0, map(self.model.reference, range(len(self.stretches))))
 
     def _probe(self) -> Any:
@@ -274,7 +272,7 @@ class Search:
                 far = self.store.known(name, draw, lambda data: Deviation(*map(float, data)))
                 self.model.calibrate(number, image, far, phases)
         self.model.fit()
-        self.curve = self.model.curve(self.layer_calls)
+        self.curve = self.model.curve()
 
     def run_config(self, name: str, config: PatchConfig, predicted: float | None, samples: Sequence[Sample]) -> Point:
         """Draw images of the search with a configuration, each timed against a step of the untouched pipeline."""

@@ -82,6 +82,7 @@ class Predictor:
     ) -> None:
         self._figures = {name: figures[name] for name in slow_layers(figures)}
         self._stretches = stretches
+        self._probed = sum(len(stretch.probed) for stretch in stretches)  # steps
         self._share = share  # may steps share differences?
         self._exact_start = exact_start  # is the first stretch exact in all layers?
         self._runs: list[_Run] = []
@@ -195,9 +196,10 @@ class Predictor:
         measuring = 1.0 if dense is None else own.ratio(dense)
         return exact * (own.ratio(candidate.base) + measured * rows * measuring)
 
-    def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
+    def options(self, layer: str, stretch: int) -> list[Option]:
         """Return what a layer can do in a stretch, without what is slower and farther than another option."""
         own, steps = self._figures[layer], len(self._stretches[stretch])
+        calls = own.calls / self._probed  # in a step
         if self._exact_start and stretch == 0:
             return [Option(EXACTLY, 0.0, 0.0)]
         exact = self.seconds(layer, stretch, EXACTLY)
@@ -214,32 +216,25 @@ class Predictor:
                 kept.append(option)
         return kept
 
-    def curve(self, calls: Mapping[str, float]) -> list[Choice]:
+    def curve(self) -> list[Choice]:
         """Return the best choices, from untouched to the fastest one, of falling predicted closeness."""
-        table = {
-            (layer, stretch): self.options(layer, stretch, calls[layer])
-            for layer, stretch in itertools.product(self._figures, range(len(self._stretches)))
-        }
+        places = itertools.product(self._figures, range(len(self._stretches)))
+        table = {place: self.options(*place) for place in places}
         steps = (pair for row in table.values() for pair in itertools.pairwise(row))
         slopes = [(after.mse - before.mse) / (after.saved - before.saved) for before, after in steps]
-        slopes = [slope for slope in slopes if slope > 0]
-        if not slopes:
-            return [self._choice({place: row[0] for place, row in table.items()})]
+        slopes = [slope for slope in slopes if slope > 0] or [1.0]  # where every layer has one option
         low, high = math.log(min(slopes) / 2), math.log(max(slopes) * 2)
         prices = [math.exp(low + (high - low) * number / _SLOPES) for number in range(_SLOPES + 1)]
         found: list[Choice] = []
         for price in (0.0, *prices):
             picked = {place: max(row, key=lambda each: price * each.saved - each.mse) for place, row in table.items()}
-            choice = self._choice(picked)
-            if not found or choice.saved > found[-1].saved:
-                found.append(choice)
+            saved, mse = (sum(getattr(option, name) for option in picked.values()) for name in ("saved", "mse"))
+            if not found or saved > found[-1].saved:
+                added = self.rounding * math.sqrt(mse)
+                rounded = mse + added / (1 + 6 * added)
+                psnr = math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded)
+                found.append(Choice(picked, saved, mse, psnr))
         return found
-
-    def _choice(self, picked: Mapping[tuple[str, int], Option]) -> Choice:
-        saved, mse = (sum(getattr(option, name) for option in picked.values()) for name in ("saved", "mse"))
-        added = self.rounding * math.sqrt(mse)
-        rounded = mse + added / (1 + 6 * added)
-        return Choice(picked, saved, mse, math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded))
 
     def config(self, parts: Sequence[Mapping[str, Candidate]], name: str = "tuned") -> PatchConfig:
         """Return the configuration of what layers do, by stretch; equal stretches are one phase, the others exact."""

@@ -345,17 +345,17 @@ def test_how_much_the_scatter_of_errors_counts_is_learnt(scatter: float) -> None
 
 def test_the_curve_has_the_best_choices() -> None:
     """Whatever else a layer did in a stretch of one of them, it would not be closer and faster at once."""
-    model, calls = learnt((100.0, 10.0)), {"a": 1.0, "b": 1.0}
-    curve = model.curve(calls)
+    model = learnt((100.0, 10.0))
+    curve = model.curve()
     assert (curve[0].psnr, curve[0].saved) == (math.inf, 0)
     assert all(after.saved > one.saved and after.psnr < one.psnr for one, after in itertools.pairwise(curve))
     assert curve[-1].saved == pytest.approx((1 - 0.2) * 8 + (0.5 - 0.1) * 8)
     for choice in curve:
         for (layer, stretch), option in choice.options.items():
-            for other in model.options(layer, stretch, 1.0):
+            for other in model.options(layer, stretch):
                 assert other.saved <= option.saved or other.mse >= option.mse
     slow = Predictor({"a": figures(), "b": figures(0.001)}, STRETCHES)  # a layer that takes no time stays exact
-    assert all(layer == "a" for layer, _ in slow.curve(calls)[-1].options)
+    assert all(layer == "a" for layer, _ in slow.curve()[-1].options)
     assert not model.config(model.parts(curve[0])).active
     config = model.config(model.parts(curve[-1]))
     assert {own.layers for own in config.per_layer} == {"a", "b"}
@@ -397,7 +397,7 @@ def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
     for stretch in (0, 1):  # errors of 0.01 throughout change one of a hundred pixels of 8 bits
         told.calibrate(stretch, 0, Deviation(1e-4, 1e-2), told.reference(stretch))
     told.fit()
-    curve = [f"{choice.psnr:.4f} dB, {choice.saved:.3f} s" for choice in told.curve({"a": 1.0, "b": 1.0})]
+    curve = [f"{choice.psnr:.4f} dB, {choice.saved:.3f} s" for choice in told.curve()]
     assert curve == snapshot(name="curve")
     assert {each.phase.residual_steps for each in candidates(BASES, 8, share=False)} == {1}, "which needs memory"
 
