@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,7 +107,7 @@ def run_command(
         for line in (headline(results), *findings(results)):
             typer.echo(one_line(line))
         typer.echo(f"\n{out / 'report' / 'index.html'}")
-        _name_failures(failed)
+        _stop_at([f"row {cell} failed: {reason}" for cell, reason in failed.items()])
 
 
 @app.command("generate")
@@ -129,7 +129,7 @@ def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet 
         leave_processes()
     if is_first():
         typer.echo(out / "cells")
-        _name_failures(failed)
+        _stop_at([f"row {cell} failed: {reason}" for cell, reason in failed.items()])
 
 
 @app.command("reference")
@@ -191,10 +191,7 @@ def verify_command(
     opened = Run.open(run)
     quiet_libraries()
     problems = verify_run(opened, recompute=recompute, progress=every_minute(_reporter(quiet)))
-    for problem in problems:
-        complain(problem)
-    if problems:
-        raise typer.Exit(FAILURE)
+    _stop_at(problems)
     typer.echo(f"{run}: images and figures are as they were made")
 
 
@@ -213,18 +210,15 @@ def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
     with contextlib.suppress(ElfattError):  # it is among the obstacles
         console.print(extent(run))
         console.print(f"to do: {to_do(run)}")
-    for line in found:
-        complain(line)
-    if found:
-        raise typer.Exit(WRONG_USE)
+    _stop_at(found, WRONG_USE)
 
 
 def _reporter(quiet: bool) -> Callable[[str], None]:
     return lambda line: None if quiet else typer.echo(one_line(line), err=True)
 
 
-def _name_failures(failed: Mapping[str, str]) -> None:
-    for cell, reason in failed.items():
-        complain(f"row {cell} failed: {reason}")
-    if failed:
-        raise typer.Exit(FAILURE)
+def _stop_at(problems: Sequence[str], code: int = FAILURE) -> None:
+    for problem in problems:
+        complain(problem)
+    if problems:
+        raise typer.Exit(code)

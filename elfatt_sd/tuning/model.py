@@ -1,7 +1,7 @@
 """Predict what a choice of phases, by layer and stretch, costs in time and in closeness, and find the best choices.
 
-Errors of different layers are nearly independent, so that their squares add up; see `Model`. What one image says of a
-stretch is noisy (on the embedded pipelines by a factor of about e).
+Errors of different layers are nearly independent, so that their squares add up; see `Predictor`. What one image says
+of a stretch is noisy (on the embedded pipelines by a factor of about e).
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class _Run(NamedTuple):
     total: float  # what its errors do to the image, before `B`, as they add up over steps
     scatter: float  # likewise, as they scatter about their mean
     mse: float  # logarithm of the mean squared error of the image
-    rounding: float  # what rounding to 8 bits adds to that error; see `Model`
+    rounding: float  # what rounding to 8 bits adds to that error; see `Predictor`
 
 
-class Model:
+class Predictor:
     """Predicts, and chooses by its predictions.
 
     `MSE = sum of B_s w_ls (|sum of E|^2 + r * sum of |E - mean of E|^2) / N` over layers l and stretches s of N steps,
@@ -82,6 +82,7 @@ class Model:
     ) -> None:
         self._figures = {name: figures[name] for name in slow_layers(figures)}
         self._stretches = stretches
+        self._probed = sum(len(stretch.probed) for stretch in stretches)  # steps
         self._share = share  # may steps share differences?
         self._exact_start = exact_start  # is the first stretch exact in all layers?
         self._runs: list[_Run] = []
@@ -143,11 +144,9 @@ class Model:
         return self.scale[stretch] * (total + self.scatter * scatter)
 
     def reference(self, stretch: int) -> dict[str, Candidate]:
-        found = {}
-        for name, own in self._figures.items():
-            if (number := own.middle(stretch)) is not None:
-                found[name] = Candidate(own.bases[number], number)
-        return found
+        numbers = {name: own.middle(stretch) for name, own in self._figures.items()}
+        known = {name: number for name, number in numbers.items() if number is not None}
+        return {name: Candidate(self._figures[name].bases[number], number) for name, number in known.items()}
 
     def error(self, layer: str, stretch: int, candidate: Candidate) -> float:
         """Return what an approximation adds to the image in a stretch, by step: the squared norm of its errors' sum.
@@ -197,9 +196,10 @@ class Model:
         measuring = 1.0 if dense is None else own.ratio(dense)
         return exact * (own.ratio(candidate.base) + measured * rows * measuring)
 
-    def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
+    def options(self, layer: str, stretch: int) -> list[Option]:
         """Return what a layer can do in a stretch, without what is slower and farther than another option."""
         own, steps = self._figures[layer], len(self._stretches[stretch])
+        calls = own.calls / self._probed  # in a step
         if self._exact_start and stretch == 0:
             return [Option(EXACTLY, 0.0, 0.0)]
         exact = self.seconds(layer, stretch, EXACTLY)
@@ -216,32 +216,25 @@ class Model:
                 kept.append(option)
         return kept
 
-    def curve(self, calls: Mapping[str, float]) -> list[Choice]:
+    def curve(self) -> list[Choice]:
         """Return the best choices, from untouched to the fastest one, of falling predicted closeness."""
-        table = {
-            (layer, stretch): self.options(layer, stretch, calls[layer])
-            for layer, stretch in itertools.product(self._figures, range(len(self._stretches)))
-        }
+        places = itertools.product(self._figures, range(len(self._stretches)))
+        table = {place: self.options(*place) for place in places}
         steps = (pair for row in table.values() for pair in itertools.pairwise(row))
         slopes = [(after.mse - before.mse) / (after.saved - before.saved) for before, after in steps]
-        slopes = [slope for slope in slopes if slope > 0]
-        if not slopes:
-            return [self._choice({place: row[0] for place, row in table.items()})]
+        slopes = [slope for slope in slopes if slope > 0] or [1.0]  # where every layer has one option
         low, high = math.log(min(slopes) / 2), math.log(max(slopes) * 2)
         prices = [math.exp(low + (high - low) * number / _SLOPES) for number in range(_SLOPES + 1)]
         found: list[Choice] = []
         for price in (0.0, *prices):
             picked = {place: max(row, key=lambda each: price * each.saved - each.mse) for place, row in table.items()}
-            choice = self._choice(picked)
-            if not found or choice.saved > found[-1].saved:
-                found.append(choice)
+            saved, mse = (sum(getattr(option, name) for option in picked.values()) for name in ("saved", "mse"))
+            if not found or saved > found[-1].saved:
+                added = self.rounding * math.sqrt(mse)
+                rounded = mse + added / (1 + 6 * added)
+                psnr = math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded)
+                found.append(Choice(picked, saved, mse, psnr))
         return found
-
-    def _choice(self, picked: Mapping[tuple[str, int], Option]) -> Choice:
-        saved, mse = (sum(getattr(option, name) for option in picked.values()) for name in ("saved", "mse"))
-        added = self.rounding * math.sqrt(mse)
-        rounded = mse + added / (1 + 6 * added)
-        return Choice(picked, saved, mse, math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded))
 
     def config(self, parts: Sequence[Mapping[str, Candidate]], name: str = "tuned") -> PatchConfig:
         """Return the configuration of what layers do, by stretch; equal stretches are one phase, the others exact."""
@@ -250,9 +243,9 @@ class Model:
             phases: list[Phase] = []
             for stretch, part in zip(self._stretches, parts, strict=True):
                 phase = part.get(layer, EXACTLY).phase
-                if phases and _until(phases[-1], 1.0) == _until(phase, 1.0):
+                if phases and dataclasses.replace(phases[-1], until=1.0) == phase:
                     phases.pop()
-                phases.append(_until(phase, (stretch.last + 1) / steps))
+                phases.append(dataclasses.replace(phase, until=(stretch.last + 1) / steps))
             while phases and phases[-1].exact:
                 phases.pop()
             if phases:
@@ -265,7 +258,3 @@ class Model:
             if option.candidate is not EXACTLY:
                 found[number][layer] = option.candidate
         return found
-
-
-def _until(phase: Phase, end: float) -> Phase:
-    return dataclasses.replace(phase, until=end)
