@@ -34,7 +34,7 @@ from elfatt_sd.evaluation.images import (
 from elfatt_sd.evaluation.prompts import Prompt
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 from elfatt_sd.evaluation.records import Cost, MadeImage, is_whole, same_images
-from elfatt_sd.evaluation.run import COST_FILE, RowFolder, Run
+from elfatt_sd.evaluation.run import COST_FILE, RowFolder, RunFolder
 from elfatt_sd.files import read_plain, write_file, write_json
 from elfatt_sd.patch import plan
 from elfatt_sd.peers import packages_of
@@ -44,7 +44,7 @@ Numbered = Sequence[tuple[int, Sequence[Prompt]]]  # batches with their numbers
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")
 
 
-def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True) -> dict[str, str]:
+def generate(run: RunFolder, *, reuse: Sequence[RunFolder] = (), show_progress: bool = True) -> dict[str, str]:
     """Generate all images of a run that are not there yet; several processes share the batches."""
     need("an evaluation with rows of peers", *packages_of(run.protocol.peers))
     state = process_state(run.protocol.device)
@@ -81,11 +81,11 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True)
     return failures
 
 
-def _pending(run: Run) -> list[RowFolder]:
+def _pending(run: RunFolder) -> list[RowFolder]:
     return sorted((row for row in run.rows if not row.finished), key=lambda row: row is not run.baseline)
 
 
-def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str, str]:
+def _make_rows(run: RunFolder, pipe: Any, state: Any, show_progress: bool) -> dict[str, str]:
     mine = list(enumerate(run.batches))[state.process_index :: state.num_processes]
     pending, failures = _pending(run), dict[str, str]()
     todo = {row.name: [each for each in mine if not row.has_batch(*each)] for row in pending}
@@ -115,7 +115,9 @@ def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str
     return failures
 
 
-def make_row(run: Run, pipe: Any, row: RowFolder, batches: Numbered, advance: Callable[[int, str], None]) -> str | None:
+def make_row(
+    run: RunFolder, pipe: Any, row: RowFolder, batches: Numbered, advance: Callable[[int, str], None]
+) -> str | None:
     """Make batches of a row, given with their numbers; return why it failed, or None."""
     advance(0, row.name)
     try:
@@ -132,7 +134,7 @@ def make_row(run: Run, pipe: Any, row: RowFolder, batches: Numbered, advance: Ca
 
 
 @torch.no_grad()
-def make_batch(run: Run, pipe: Any, row: RowFolder, number: int, batch: Sequence[Prompt]) -> None:
+def make_batch(run: RunFolder, pipe: Any, row: RowFolder, number: int, batch: Sequence[Prompt]) -> None:
     cell = run.protocol.cell(row.name)
     seeds = [image_seed(run.protocol, cell, prompt.index) for prompt in batch]
     with row_patch(pipe, cell, seeds[0]):
@@ -150,7 +152,7 @@ def make_batch(run: Run, pipe: Any, row: RowFolder, number: int, batch: Sequence
     row.add_batch(number, made)
 
 
-def write_cost(run: Run, pipe: Any = None) -> None:
+def write_cost(run: RunFolder, pipe: Any = None) -> None:
     path, identity = run.folder / COST_FILE, run.record.identity
     if not is_whole(path, Cost, identity):
         rows = row_costs(run.protocol, load_protocol_pipeline(run.protocol) if pipe is None else pipe)
@@ -176,7 +178,7 @@ def row_costs(protocol: Protocol, pipe: Any) -> dict[str, Any]:
     return rows
 
 
-def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None]) -> None:
+def take_over(run: RunFolder, others: Sequence[RunFolder], tell: Callable[[str], None]) -> None:
     """Copy the finished rows of other runs that this run would make again with the same bytes.
 
     Weights, prompts, code, versions and device must be those of this run, whose `run.json` is there, as far as they

@@ -33,9 +33,9 @@ from elfatt_sd.evaluation.images import (
     to_uint8,
 )
 from elfatt_sd.evaluation.prompts import run_prompts
-from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
+from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, PeakMemory, Protocol, Time
 from elfatt_sd.evaluation.records import Peaks, read_data, same_images
-from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run
+from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, RunFolder
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
 from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios, student_quantile
@@ -46,7 +46,7 @@ _LAUNCHED = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_.*|
 Report = Callable[[str], None]
 
 
-def measure_time(run: Run, report: Report = print) -> dict[str, Any]:
+def measure_time(run: RunFolder, report: Report = print) -> dict[str, Any]:
     """Time all rows and write `time.json` as a whole; nothing is taken over from an earlier attempt."""
     protocol, settings = run.protocol, run.protocol.time or Time()
     pipe = load_protocol_pipeline(protocol)
@@ -131,7 +131,7 @@ def summarize_time(
     return rows
 
 
-def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
+def measure_memory(run: RunFolder, report: Report = print) -> dict[str, Any]:
     """Measure all rows and write `memory.json` after each, so that a killed run goes on with the next row.
 
     Rows whose programs are the same (the untouched pipeline and the null row) share one measurement. Out of
@@ -179,7 +179,7 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
 def _measure_row(protocol: Protocol, cell: Cell, report: Report) -> dict[str, Any]:
     place = f"row {protocol.cells.index(cell) + 1} of {len(protocol.cells)}"
     peaks, notes, kind = dict[int, float](), list[str](), None
-    for batch in sorted(set((protocol.memory or Memory()).batches)):
+    for batch in sorted(set((protocol.memory or PeakMemory()).batches)):
         report(f"memory: {place}, {cell.name}, batch {batch}")
         result = run_worker(protocol, cell, batch)
         if "failed" in result:
@@ -239,7 +239,7 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
 def measure_peak(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     """Run a row once in this process and read its peak; and where the meter cannot start again, that of loading."""
     pipe = load_protocol_pipeline(protocol)
-    short = dataclasses.replace(protocol, steps=(protocol.memory or Memory()).steps or protocol.steps)
+    short = dataclasses.replace(protocol, steps=(protocol.memory or PeakMemory()).steps or protocol.steps)
     meter = PeakMeter(denoiser(pipe).device)
     loading = 0 if meter.restart() else meter.read() or 0
     prompts, seeds = _given(protocol, cell, batch)

@@ -33,7 +33,7 @@ from elfatt_sd.evaluation.extraction import (
     together,
 )
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.protocols import Reference as Wanted
+from elfatt_sd.evaluation.protocols import ReferenceChoice
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.statistics import (
     KERNEL_SAMPLE,
@@ -85,7 +85,7 @@ def resized(picture: Any, size: int, resize: str, filter: str) -> Pixels:
 
 
 def build_reference(
-    wanted: Wanted,
+    wanted: ReferenceChoice,
     extractor: Extractor,
     classes: Sequence[int] = (),  # for renders, in proportion to which they are drawn; all by default
     *,
@@ -133,14 +133,14 @@ def build_reference(
     return Reference(mean, covariance, sample, identity, suffix, description)
 
 
-def check_reference(wanted: Wanted, extractor: Extractor, classes: Sequence[int] = ()) -> str:
+def check_reference(wanted: ReferenceChoice, extractor: Extractor, classes: Sequence[int] = ()) -> str:
     """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives."""
     if wanted.source.lower().endswith(MOMENTS):
         return _from_moments(wanted, extractor).identity
     return check_images(wanted, extractor, classes)[1]
 
 
-def check_images(wanted: Wanted, extractor: Extractor, classes: Sequence[int] = ()) -> tuple[Source, str]:
+def check_images(wanted: ReferenceChoice, extractor: Extractor, classes: Sequence[int] = ()) -> tuple[Source, str]:
     """Return the images, of which there are as many as there must be, and the hash of them and all preprocessing."""
     check_exists(wanted.source)
     if wanted.source == "toy":
@@ -155,11 +155,11 @@ def check_images(wanted: Wanted, extractor: Extractor, classes: Sequence[int] = 
     return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
 
 
-def _recipe(wanted: Wanted) -> dict[str, Any]:
+def _recipe(wanted: ReferenceChoice) -> dict[str, Any]:
     return {"size": wanted.size, "resize": wanted.resize, "filter": wanted.filter}
 
 
-def _check_count(wanted: Wanted, count: int) -> None:
+def _check_count(wanted: ReferenceChoice, count: int) -> None:
     if count != wanted.count and not wanted.allow_count:
         remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
         raise ElfattError(f"reference {wanted.source} has {count} images; accepted are {wanted.count}, or {remedy}.")
@@ -257,7 +257,7 @@ def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], Tensor, Tensor,
     return data, mean, covariance, sample
 
 
-def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
+def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
     path = Path(wanted.source)
     check_exists(wanted.source)

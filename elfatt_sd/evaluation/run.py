@@ -116,12 +116,12 @@ def _images_in(path: Path, remedy: str) -> list[MadeImage]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     folder: Path  # of the run; it need not be there yet
     protocol: Protocol  # what is evaluated
 
     @classmethod
-    def open(cls, folder: Path) -> Run:
+    def open(cls, folder: Path) -> RunFolder:
         record = _read_record(folder)
         try:
             return cls(folder, Protocol.from_dict(record.protocol))

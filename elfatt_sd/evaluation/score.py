@@ -28,9 +28,9 @@ from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import SCORES_FORMAT
 from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
-from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
+from elfatt_sd.evaluation.run import SCORES_FILE, RunFolder, clear_disk_errors
 from elfatt_sd.evaluation.statistics import (
-    Estimate,
+    ClassEstimate,
     Interval,
     batches,
     cmmd,
@@ -58,7 +58,7 @@ K1, K2 = 0.01, 0.03
 
 
 def score_run(
-    run: Run,
+    run: RunFolder,
     extractors: Sequence[Extractor] | None = None,
     *,
     folder: Path | None = None,
@@ -145,7 +145,7 @@ def _classes(protocol: Protocol) -> list[int]:
 
 @dataclass(frozen=True)
 class Known:
-    estimate: Estimate
+    estimate: ClassEstimate
     better: Better = "lower"
     limit: FrechetFigures | None = None  # of a Frechet distance: what it is with infinitely many images
     interval: Interval | None = None  # where it is not that of the estimate
@@ -176,7 +176,7 @@ class Scorer:
         for metric in self.metrics:
             if not metric.compares:
                 values = self._values(metric, images)
-                row.metrics[metric.name] = Known(Estimate.mean(values, images.classes), metric.better)
+                row.metrics[metric.name] = Known(ClassEstimate.mean(values, images.classes), metric.better)
         for scale in self.scales:
             scale.measure(row, {choice.metric for choice in self.protocol.metrics})
         toy = [scale for scale in self.scales if self.protocol.of_toy and scale.extractor.name == "toy"]
@@ -188,7 +188,7 @@ class Scorer:
             right = {name: (found == each).double() for (name, found), each in zip(seen.items(), wanted, strict=True)}
             for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
                 interval = share_interval(values, images.classes, len(right) if name == "mean" else 1)
-                row.accuracy[name] = Known(Estimate.mean(values, images.classes), "higher", interval=interval)
+                row.accuracy[name] = Known(ClassEstimate.mean(values, images.classes), "higher", interval=interval)
         return row
 
     def score(self, row: Measured, baseline: Measured | None) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Scorer:
             lowest = [index for index in order if changes[index, 0].isfinite()]  # identical ones are left out
             for metric in self.metrics:
                 if metric.compares:  # a difference itself: it has an interval and no verdict
-                    mean = Estimate.mean(self._values(metric, images, baseline.images), images.classes)
+                    mean = ClassEstimate.mean(self._values(metric, images, baseline.images), images.classes)
                     figure = {"value": mean.value, "interval": mean.interval(), "better": metric.better}
                     metrics[metric.name] = {**figure, "compares": True}
         rows: dict[str, dict[str, Any]] = {}
@@ -390,7 +390,7 @@ def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[s
     """The mean of one number per image with its 95 % interval, median, quartiles and lowest; None without images."""
     if not len(values):
         return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
-    mean = Estimate.mean(values, classes)
+    mean = ClassEstimate.mean(values, classes)
     ends = mean.interval(least=low)
     quartiles = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
     return {

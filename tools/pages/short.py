@@ -10,7 +10,7 @@ from elfatt_sd.benchmarking.report import Results as Benchmark
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import ACCURACY, Results, Row
 from elfatt_sd.evaluation.report.tables import (
-    Entry,
+    Field,
     Table,
     closeness_columns,
     figure_columns,
@@ -80,7 +80,7 @@ def study_table(results: Results) -> Table:
     if ACCURACY in results.attributes:
         title, plain = figure_columns(results, ACCURACY, " ↑")[0]
 
-        def judged(row: Row) -> Entry:
+        def judged(row: Row) -> Field:
             """The interval of the share alone does not tell: the verdict is of the paired difference."""
             verdict = row.figure(ACCURACY).difference.verdict
             return replace(plain(row), remark=verdict) if verdict in (BETTER, WORSE) else plain(row)

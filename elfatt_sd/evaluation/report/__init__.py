@@ -59,10 +59,10 @@ def written_tables(results: Results) -> dict[str, str]:
     said, words = headline(results), comparison(results)
     bullets = "".join(f"- {escape(sentence)}\n" for sentence in findings(results))
     parts = [f"# {escape(results.name)}", escape(said), bullets, tables.to_markdown(main), escape(words)]
-    if results.published:
+    if results.published.rows:
         titles, lines = tables.published_table(results)
         parts += [
-            f"## Published figures ({escape(results.source)})",
+            f"## Published figures ({escape(str(results.published.source))})",
             tables.md_table(titles, lines, [title != "Method" for title in titles]),
         ]
     parts += ["## Further metrics", tables.to_markdown(metrics)] if metrics else []

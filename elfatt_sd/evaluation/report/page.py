@@ -83,7 +83,7 @@ class Pictures:
         if base is None or base not in self.made:
             return []
         for row, made in self.made.items():
-            shared = [index for index in row.record.most_changed if index in made][: detail.pairs]
+            shared = [index for index in row.most_changed if index in made][: detail.pairs]
             if row is not base and shared:
                 pairs = [(self.picture(base, index, detail), self.picture(row, index, detail)) for index in shared]
                 found.append((row, pairs))

@@ -54,8 +54,7 @@ def headline(results: Results) -> str:
 
 def findings(results: Results) -> list[str]:
     """Speak of verdicts, chance, speed, and what limits the run: few images or rounds, unreadable ones, failed rows."""
-    references = (results.data.get("reference") or {}).values()
-    unreadable = list(dict.fromkeys(name for part in references for name in (part or {}).get("unreadable") or ()))
+    unreadable = [*dict.fromkeys(name for part in results.reference.values() for name in part.unreadable)]
     failed = [row.name for row in results.rows if row.failed]
     limit = results.protocol.get("limit")
     gaps = [f"A quick look: every row was limited to {plural(limit, 'image')}."] if limit else []
@@ -68,7 +67,7 @@ def findings(results: Results) -> list[str]:
 
 
 def comparison(results: Results) -> str:
-    if not results.published:
+    if not results.published.rows:
         return "No published table belongs to this protocol; a number means nothing without its protocol's name."
     return (
         "Compare the direction of differences to the untouched pipeline and ratios of times, not values: they move "

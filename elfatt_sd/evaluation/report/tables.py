@@ -38,7 +38,7 @@ _CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f{_REORDERI
 
 
 @dataclass(frozen=True)
-class Entry:
+class Field:
     text: str  # the figure
     note: str = ""  # its interval or spread, set smaller
     kind: str = "number"  # or `text`, `setting`, `reference`, `missing`, a verdict: `better`, `worse`, `same`, `few`
@@ -52,7 +52,7 @@ class Entry:
 @dataclass(frozen=True)
 class Line:
     row: Row
-    entries: list[Entry]
+    entries: list[Field]
     rule: bool = False  # whether a rule separates it from the row before it
 
 
@@ -63,7 +63,7 @@ class Table:
     lines: list[Line]
 
 
-Maker = Callable[[Row], Entry]
+Maker = Callable[[Row], Field]
 Columns = list[tuple[str, Maker]]
 
 
@@ -86,7 +86,7 @@ def main_table(results: Results) -> Table:
 
 def more_table(results: Results) -> Table:
     """Build the table of everything else: other distances, SSIM, cosine, accuracy, UNet time, memory fit."""
-    columns: Columns = [("Pictures", lambda row: _missing(row) if row.images is None else Entry(str(row.images)))]
+    columns: Columns = [("Pictures", lambda row: _missing(row) if row.images is None else Field(str(row.images)))]
     for name in results.distances:
         columns += figure_columns(results, name, " ↓") if name != results.distance else []
     columns += closeness_columns(results)[1:]
@@ -94,8 +94,8 @@ def more_table(results: Results) -> Table:
         columns += figure_columns(results, name)[1:] if name == ACCURACY else figure_columns(results, name)[:1]
     columns += [time_column(results, part) for part in PARTS if part != results.time_part]
     plain: dict[str, Callable[[Row], float | None]] = {
-        "Attention density": lambda row: row.record.cost.density,
-        "Denoiser, 10¹² multiply-adds/img": lambda row: (adds := row.record.cost.multiply_adds) and adds / 1e12,
+        "Attention density": lambda row: row.cost.density,
+        "Denoiser, 10¹² multiply-adds/img": lambda row: (adds := row.cost.multiply_adds) and adds / 1e12,
         "Memory at batch 0, GiB": lambda row: row.memory.intercept_gib,
         "Fit error, GiB": lambda row: row.memory.fit_error_gib,
     }
@@ -119,9 +119,9 @@ def make_table(results: Results, made: Columns) -> Table:
     lines: list[Line] = []
     for row in results.rows:
         note = {BASELINE: "(untouched)", NULL: "(null row)"}.get(row.role, "")
-        entries = [Entry(row.title, f"failed: {row.failed}" if row.failed else note, "text")]
-        entries += [Entry(setting_text(row.settings.get(key)), kind="setting") for key in results.varied]
-        entries += [Entry(DASH, kind="missing") if row.failed else make(row) for _, make in made]
+        entries = [Field(row.title, f"failed: {row.failed}" if row.failed else note, "text")]
+        entries += [Field(setting_text(row.settings.get(key)), kind="setting") for key in results.varied]
+        entries += [Field(DASH, kind="missing") if row.failed else make(row) for _, make in made]
         rule = bool(lines) and (lines[-1].row.label, lines[-1].row.role) != (row.label, row.role)
         lines.append(Line(row, entries, rule))
     return Table(titles, [title != "Method" and "erdict" not in title for title in titles], lines)
@@ -129,11 +129,11 @@ def make_table(results: Results, made: Columns) -> Table:
 
 def published_table(results: Results) -> tuple[list[str], list[list[str]]]:
     """Return the published table, which stands in the protocol, as titles and texts."""
-    names = dict.fromkeys(key for row in results.published for key in row)
+    names = dict.fromkeys(key for row in results.published.rows for key in row)
     settings = [key for key in names if key not in ("label", *_PRINTED)]
     titles = ["Method", *map(setting_title, settings), *(title for title, _ in _PRINTED.values())]
     lines = []
-    for row in results.published:
+    for row in results.published.rows:
         values = ((row.get(key), decimals) for key, (_, decimals) in _PRINTED.items())
         figures = [fixed(value, decimals) if isinstance(value, int | float) else DASH for value, decimals in values]
         lines.append([str(row.get("label", "")), *(setting_text(row.get(key)) for key in settings), *figures])
@@ -155,19 +155,19 @@ def estimates(
     """Make entries of values with their intervals; the untouched pipeline has none that is `paired`."""
     decimals = max(decimals_for(map(get, results.rows)), least)
 
-    def make(row: Row) -> Entry:
+    def make(row: Row) -> Field:
         if (found := get(row)) is None:
             return _missing(row, reason(row), paired=paired)
-        return Entry(fixed(found.value, decimals, sign=sign), interval(found, decimals, sign=sign))
+        return Field(fixed(found.value, decimals, sign=sign), interval(found, decimals, sign=sign))
 
     return make
 
 
-def _missing(row: Row, reason: str | None = None, *, paired: bool = False) -> Entry:
+def _missing(row: Row, reason: str | None = None, *, paired: bool = False) -> Field:
     """Say why a row has no figure: the untouched pipeline is what others are compared with."""
     if paired and row.role == BASELINE:
-        return Entry(REFERENCE, kind="reference")
-    return Entry(reason or MISSING, kind="missing")
+        return Field(REFERENCE, kind="reference")
+    return Field(reason or MISSING, kind="missing")
 
 
 def figure_columns(results: Results, name: str, arrow: str = "") -> Columns:
@@ -183,10 +183,10 @@ def figure_columns(results: Results, name: str, arrow: str = "") -> Columns:
         results, lambda row: row.figure(name).difference.estimate, sign=True, paired=True, reason=lambda row: missing
     )
 
-    def verdict(row: Row) -> Entry:
+    def verdict(row: Row) -> Field:
         said = row.figure(name).difference.verdict
         return (
-            Entry(said, kind=_VERDICTS.get(said, "same")) if said else replace(_missing(row, paired=True), kind="text")
+            Field(said, kind=_VERDICTS.get(said, "same")) if said else replace(_missing(row, paired=True), kind="text")
         )
 
     compares = any(figure.compares for figure in figures)  # with the untouched images
@@ -207,19 +207,19 @@ def closeness_columns(results: Results) -> Columns:
 
     psnr = measure("psnr", 1)
 
-    def mean(row: Row) -> Entry:
+    def mean(row: Row) -> Field:
         equal = f"{row.identical} of {row.images}" if row.identical else ""
         if row.mostly_identical:
-            return Entry("identical", f"({equal})")
+            return Field("identical", f"({equal})")
         return replace(psnr(row), remark=equal and f"{equal} identical")
 
-    def lowest(row: Row) -> Entry:
+    def lowest(row: Row) -> Field:
         """And how many images have become others."""
         changes = row.changes["psnr"]
         if changes.lowest is None:
-            return Entry("identical") if row.identical else _missing(row, paired=True)
+            return Field("identical") if row.identical else _missing(row, paired=True)
         others = sum(value is not None and value < OTHER_IMAGE for value in changes.pictures)
-        return Entry(fixed(changes.lowest, 1), f"({others} below {OTHER_IMAGE})" if others else "")
+        return Field(fixed(changes.lowest, 1), f"({others} below {OTHER_IMAGE})" if others else "")
 
     kept = any(row.changes["psnr"].lowest is not None for row in results.rows)
     middle: Columns = [("Lowest PSNR, dB", lowest)] if kept else []
@@ -233,7 +233,7 @@ def time_column(results: Results, part: str) -> tuple[str, Maker]:
         reason=lambda row: row.time.failed,
     )
 
-    def make(row: Row) -> Entry:
+    def make(row: Row) -> Field:
         entry, ratio = seconds(row), row.timed[part].speed
         if ratio is None or row.role == BASELINE or entry.kind == "missing":
             return entry
@@ -359,10 +359,10 @@ def to_csv(results: Results) -> str:
 
 
 def _record(results: Results, row: Row) -> dict[str, Any]:
-    record: dict[str, Any] = {"protocol": results.name, "identity": results.data.get("identity")}
+    record: dict[str, Any] = {"protocol": results.name, "identity": results.identity}
     record |= {key: getattr(row, key) for key in ("cell", "label", "method", "role")}
     record |= {f"setting_{key}": setting_text(value) for key, value in row.settings.items()}
-    record |= {"images": row.images, "classes": row.record.classes}
+    record |= {"images": row.images, "classes": row.classes}
     for name in results.distances:
         extrapolated = row.figure(name).difference.images == "infinite" or None
         record |= _figure_fields(name, row) | {f"{name} difference extrapolated": extrapolated}
@@ -378,8 +378,8 @@ def _record(results: Results, row: Row) -> dict[str, Any]:
         record |= _fields(f"{part} speedup", row.timed[part].speed)
     record |= _fields("gib_per_image", row.slope)
     record |= {"intercept_gib": row.memory.intercept_gib, "fit_error_gib": row.memory.fit_error_gib}
-    multiply_adds = row.record.cost.multiply_adds
-    record |= {"density": row.record.cost.density, "multiply_adds": multiply_adds and float(multiply_adds)}
+    multiply_adds = row.cost.multiply_adds
+    record |= {"density": row.cost.density, "multiply_adds": multiply_adds and float(multiply_adds)}
     return record | {"memory kind": row.memory.kind, "memory note": row.memory.note, "failed": row.failed}
 
 
