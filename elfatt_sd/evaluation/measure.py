@@ -49,28 +49,10 @@ Report = Callable[[str], None]
 def measure_time(run: RunFolder, report: Report = print) -> dict[str, Any]:
     """Time all rows and write `time.json` as a whole; nothing is taken over from an earlier attempt."""
     protocol, settings = run.protocol, run.protocol.time or Time()
+    batch, baseline, begun = settings.batch or protocol.batch, protocol.baseline.name, now()
     pipe = load_protocol_pipeline(protocol)
     environment = image_environment(protocol, pipe)
     run.check_environment(environment)
-    few = f"only {settings.repeats} repeats; take {FEW_REPEATS} or more" if settings.repeats < FEW_REPEATS else None
-    data = {
-        "format": 1,
-        "identity": protocol.identity,
-        "measured": now(),
-        "batch": settings.batch or protocol.batch,
-        "repeats": settings.repeats,
-        "warmup": settings.warmup,
-        "note": few,
-        "ratio": "seconds of the baseline / seconds of the row, in the same round",
-        "environment": environment,
-        **_time_rows(pipe, protocol, settings, report),
-    }
-    write_json(run.folder / TIME_FILE, data)
-    return data
-
-
-def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) -> dict[str, Any]:
-    batch = settings.batch or protocol.batch
     short = dataclasses.replace(protocol, steps=min(WARMUP_STEPS, protocol.steps))
     rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
     failed, errors = dict[str, str](), dict[str, str]()  # what ran out of memory has failed, which is a result
@@ -86,14 +68,30 @@ def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) ->
         else:
             errors[turn.name] = failed[turn.name] = f"time not measured: {in_plain_words(error)}"
 
+    # not a `Comparison`: a turn has a time for each scope, and a row may be lost in any round
     for turn, seconds in interleave([*rounds], take, range(-settings.warmup, settings.repeats), lose=lose):
         if turn.number >= 0:
             rounds[turn.name].append(seconds)
-    untouched = [] if protocol.baseline.name in failed else rounds[protocol.baseline.name]
-    rows = {
-        name: summarize_time(each, untouched, settings.scopes) for name, each in rounds.items() if name not in failed
+    untouched = [] if baseline in failed else rounds[baseline]
+    few = f"only {settings.repeats} repeats; take {FEW_REPEATS} or more" if settings.repeats < FEW_REPEATS else None
+    data = {
+        "format": 1,
+        "identity": protocol.identity,
+        "measured": begun,
+        "batch": batch,
+        "repeats": settings.repeats,
+        "warmup": settings.warmup,
+        "note": few,
+        "ratio": "seconds of the baseline / seconds of the row, in the same round",
+        "environment": environment,
+        "rows": {
+            name: {"failed": failed[name]} if name in failed else summarize_time(each, untouched, settings.scopes)
+            for name, each in rounds.items()
+        },
+        "errors": errors,
     }
-    return {"rows": {name: rows.get(name) or {"failed": failed[name]} for name in rounds}, "errors": errors}
+    write_json(run.folder / TIME_FILE, data)
+    return data
 
 
 @torch.no_grad()
@@ -153,9 +151,8 @@ def measure_memory(run: RunFolder, report: Report = print) -> dict[str, Any]:
         data = {"format": 1, "identity": protocol.identity, "measured": now(), "environment": environment}
         data |= {"rows": {}, "programs": {}, "errors": {}}
     rows, programs, errors = data["rows"], data["programs"], data["errors"]
-    for name in errors:
-        rows.pop(name, None)
-    errors.clear()
+    while errors:
+        rows.pop(errors.popitem()[0], None)
     for cell in protocol.cells:
         if cell.name in rows:
             continue

@@ -97,9 +97,9 @@ def build_reference(
     A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
     work, and the first one decides; two runs that need the same reference wait for each other.
     """
-    if wanted.source.lower().endswith(MOMENTS):
-        return together(lambda: _from_moments(wanted, extractor))
-    pictures, identity = together(lambda: check_images(wanted, extractor, classes))
+    pictures, identity = together(lambda: check_reference(wanted, extractor, classes))
+    if isinstance(pictures, Reference):
+        return pictures
     first, *others = gathered(identity)
     for number, other in enumerate(others, 1):
         if other != first:
@@ -133,16 +133,17 @@ def build_reference(
     return Reference(mean, covariance, sample, identity, suffix, description)
 
 
-def check_reference(wanted: ReferenceChoice, extractor: Extractor, classes: Sequence[int] = ()) -> str:
-    """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives."""
-    if wanted.source.lower().endswith(MOMENTS):
-        return _from_moments(wanted, extractor).identity
-    return check_images(wanted, extractor, classes)[1]
+def check_reference(
+    wanted: ReferenceChoice, extractor: Extractor, classes: Sequence[int] = ()
+) -> tuple[Source | Reference, str]:
+    """Return the images, of which there are as many as there must be, and the hash of them and all preprocessing.
 
-
-def check_images(wanted: ReferenceChoice, extractor: Extractor, classes: Sequence[int] = ()) -> tuple[Source, str]:
-    """Return the images, of which there are as many as there must be, and the hash of them and all preprocessing."""
+    Of a file of moments, which needs no images, return the reference itself.
+    """
     check_exists(wanted.source)
+    if wanted.source.lower().endswith(MOMENTS):
+        reference = _from_moments(wanted, extractor)
+        return reference, reference.identity
     if wanted.source == "toy":
         pictures = renders(wanted.count, classes)
         fingerprint = pictures.fingerprint
@@ -260,7 +261,6 @@ def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], Tensor, Tensor,
 def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
     path = Path(wanted.source)
-    check_exists(wanted.source)
     mean, covariance, count = load_moments(path)
     if len(mean) != extractor.dimension:
         needed = f"extractor {extractor.name} needs {extractor.dimension}"

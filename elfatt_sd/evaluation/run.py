@@ -45,6 +45,7 @@ STAGES_FILE, COST_FILE, RESULTS_FILE = "stages.json", "cost.json", "results.json
 STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Times, MEMORY_FILE: Peaks, COST_FILE: Cost}
 FORMAT = 1  # of `results.json`
 _LOST = "put the file back from a copy, as what made the images is recorded nowhere else; or give a new folder"
+_NEW_FOLDER = "give a new folder, and --reuse {} to take over the rows that stay the same"
 _SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed", "metrics")
 
 
@@ -179,7 +180,8 @@ class RunFolder:
         record, now = self.record, self.protocol.to_dict()
         if record.identity != self.protocol.identity:
             listed = "; ".join(differences(decisive(record.protocol), decisive(now))) or "the file was edited"
-            raise ElfattError(f"{self.folder} holds a run of another specification ({listed}); {self._new_folder}.")
+            remedy = _NEW_FOLDER.format(self.folder)
+            raise ElfattError(f"{self.folder} holds a run of another specification ({listed}); {remedy}.")
         if record.protocol != now:  # a description or a printed figure was mended
             self.begin(record.environment)
 
@@ -189,7 +191,7 @@ class RunFolder:
         if self.begun and (changed := same_images(self.record.environment, environment, begun)):
             raise ElfattError(
                 f"{self.folder} was begun where images come out differently ({'; '.join(changed)}); "
-                f"go on there, or {self._new_folder}."
+                f"go on there, or {_NEW_FOLDER.format(self.folder)}."
             )
 
     def begin(self, environment: Mapping[str, Any]) -> None:
@@ -197,10 +199,6 @@ class RunFolder:
         data = {"format": 1, "name": self.protocol.name, "identity": self.protocol.identity, "created": created}
         data |= {"protocol": self.protocol.to_dict(), "environment": dict(environment)}
         write_json(self.folder / RUN_FILE, data)
-
-    @property
-    def _new_folder(self) -> str:
-        return f"give a new folder, and --reuse {self.folder} to take over the rows that stay the same"
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[bool]:
@@ -213,18 +211,14 @@ class RunFolder:
         """Return the rows with everything that was measured so far; what was not is None."""
         record, protocol = self.record, self.protocol
         remedy = "delete the file, and give the `eval run` command again"
-        found = {
-            name: read_data(self.folder / name, shape, remedy, record.identity) or {}
+        scores, times, peaks, costs = (
+            read_data(self.folder / name, shape, remedy, record.identity) or {"rows": {}}
             for name, shape in STAGE_FILES.items()
-        }
-        environment, time = dict(record.environment), found[TIME_FILE]
-        if time:
-            kept = ("measured", "environment", "note")
-            environment["timing"] = {key: time[key] for key in kept if time.get(key)}
+        )
+        timing = {key: times[key] for key in ("measured", "environment", "note") if times.get(key)}
         rows = []
         for cell, row in zip(protocol.cells, self.rows, strict=True):
-            score, timed, memory, cost = (data.get("rows", {}).get(row.name) or {} for data in found.values())
-            images = score.get("images")
+            score = scores["rows"].get(cell.name) or {"images": len(row.made_images()) if row.finished else None}
             rows.append(
                 {
                     "cell": cell.name,
@@ -234,10 +228,9 @@ class RunFolder:
                     "settings": cell.shown,
                     "role": cell.role,
                     **{key: score.get(key) for key in _SCORED},
-                    "images": len(row.made_images()) if images is None and row.finished else images,
-                    "time": timed or None,
-                    "memory": memory or None,
-                    "cost": cost or None,
+                    "time": times["rows"].get(cell.name),
+                    "memory": peaks["rows"].get(cell.name),
+                    "cost": costs["rows"].get(cell.name),
                     "failed": row.failure,
                 }
             )
@@ -248,8 +241,8 @@ class RunFolder:
             "identity": record.identity,
             "created": record.created,
             "protocol": record.protocol,
-            "environment": environment,
-            "reference": found[SCORES_FILE].get("references"),
+            "environment": {**record.environment, **({"timing": timing} if timing else {})},
+            "reference": scores.get("references"),
             "rows": without_intervals_of_few(rows),
             "published": record.protocol.get("published") or None,
         }

@@ -16,7 +16,7 @@ from typing import Any
 
 from elfatt_sd.errors import REPORT, ElfattError, ElfattFailure, need
 from elfatt_sd.evaluation.extraction import by_first, check_exists, every_minute, is_first, leave_processes
-from elfatt_sd.evaluation.generate import generate, row_costs, write_cost
+from elfatt_sd.evaluation.generate import costs, generate, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
 from elfatt_sd.evaluation.metrics import load_metrics
@@ -83,8 +83,8 @@ def extent(run: RunFolder) -> str:
     return f"{count} images, {len(run.prompts)} a row, about {needed:.2g} GiB of disk ({free:.3g} GiB are free)"
 
 
-def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[], Any]]:
-    """Return what is to be tried before anything is loaded, also for scores; each raises an `ElfattError`."""
+def first_checks(protocol: Protocol, *, scored: bool = True) -> Iterator[Callable[[], Any]]:
+    """Yield what is to be tried before anything is loaded, also for scores; each raises an `ElfattError`."""
 
     def prompts() -> None:
         count = len(run_prompts(protocol))
@@ -98,16 +98,14 @@ def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[]
             what = f"inception_weights={protocol.inception_weights!r}"
             raise ElfattError(f"{what} is not a file; give the one that Inception's weights are in.")
 
-    checks: list[Callable[[], Any]] = [
-        lambda: pick_dtype(protocol.dtype, pick_device(protocol.device)),
-        lambda: check_model(protocol.model, variant=protocol.variant or None),
-        prompts,
-    ]
+    yield lambda: pick_dtype(protocol.dtype, pick_device(protocol.device))
+    yield lambda: check_model(protocol.model, variant=protocol.variant or None)
+    yield prompts
     if scored:
-        checks += [lambda: need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers)), weights]
-    if scored and protocol.extractors:
-        checks.append(lambda: check_exists(protocol.reference.source))
-    return checks
+        yield lambda: need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers))
+        yield weights
+        if protocol.extractors:
+            yield lambda: check_exists(protocol.reference.source)
 
 
 def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
@@ -253,16 +251,12 @@ def verify_run(run: RunFolder, *, recompute: bool = True, progress: Progress | N
                 score_run(run, folder=Path(name), progress=progress)  # there is nothing of what was computed before
                 return read_json(Path(name) / SCORES_FILE, "")
 
-    def cost() -> dict[str, Any]:
-        return {"identity": record.identity, "rows": row_costs(run.protocol, load_protocol_pipeline(run.protocol))}
-
-    computed = [(SCORES_FILE, scores, TOLERANCE), (COST_FILE, cost, _ROUNDING)] if recompute else []
+    computed = [(SCORES_FILE, scores, TOLERANCE), (COST_FILE, lambda: costs(run), _ROUNDING)] if recompute else []
     for name, compute, tolerance in [*computed, (RESULTS_FILE, run.results, 0.0)]:
-        path, of_stage = run.folder / name, name in STAGE_FILES
-        remedy = "it was edited" if of_stage else "`elfatt-sd eval report` writes it again"
-        shape: Any = STAGE_FILES.get(name, Results)
+        path, shape = run.folder / name, STAGE_FILES.get(name)
+        remedy = "it was edited" if shape else "`elfatt-sd eval report` writes it again"
         try:
-            recorded = read_data(path, shape, remedy, record.identity if of_stage else None)
+            recorded = read_data(path, shape or Results, remedy, record.identity if shape else None)
         except ElfattError as error:
             problems.append(str(error))
             continue

@@ -34,9 +34,7 @@ def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
     plots, missing = draw_plots(results, Palette(results))
     tables = written_tables(results)
     texts = {**tables, **({PAGE: render_page(results, plots, missing, tables)} if page else {})}
-    return {name: text.encode() for name, text in texts.items()} | {
-        f"{plot.chart.name}.png": plot.png for plot in plots
-    }
+    return {name: text.encode() for name, text in texts.items()} | {f"{plot.name}.png": plot.png for plot in plots}
 
 
 def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:

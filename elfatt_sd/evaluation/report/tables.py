@@ -16,7 +16,6 @@ from elfatt_sd.evaluation.records import Estimate, estimate
 from elfatt_sd.evaluation.report.data import (
     ACCURACY,
     BASELINE,
-    MEASURES,
     NULL,
     PARTS,
     Results,
@@ -349,38 +348,37 @@ def to_latex(table: Table, caption: str, label: str) -> str:
 
 def to_csv(results: Results) -> str:
     """Write every figure of every row, unrounded; an empty field is a figure that was not measured."""
-    records = [_record(results, row) for row in results.rows]
+    records: list[dict[str, Any]] = []
+    for row in results.rows:
+        record: dict[str, Any] = {"protocol": results.name, "identity": results.identity}
+        record |= {key: getattr(row, key) for key in ("cell", "label", "method", "role")}
+        record |= {f"setting_{key}": setting_text(value) for key, value in row.settings.items()}
+        record |= {"images": row.images, "classes": row.classes}
+        for name in results.distances:
+            extrapolated = row.figure(name).difference.images == "infinite" or None
+            record |= _figure_fields(name, row) | {f"{name} difference extrapolated": extrapolated}
+        for measure, changes in row.changes.items():
+            spread = estimate(changes.median, changes.quartiles)
+            ends = f"{measure} quartile 1", f"{measure} quartile 3"
+            record |= _fields(measure, changes.estimate) | _fields(f"{measure} median", spread, ends)
+            record[f"{measure} lowest"] = changes.lowest
+        record["psnr identical"] = row.identical
+        for name in (*results.attributes, *results.metrics):
+            record |= _figure_fields(name, row)
+        for part, seconds in row.timed.items():
+            record[f"{part} seconds_per_image"] = seconds.seconds_per_image
+            record |= _fields(f"{part} speedup", seconds.speed)
+        memory, adds = row.memory, row.cost.multiply_adds
+        record |= _fields("gib_per_image", row.slope)
+        record |= {"intercept_gib": memory.intercept_gib, "fit_error_gib": memory.fit_error_gib}
+        record |= {"density": row.cost.density, "multiply_adds": adds and float(adds)}
+        records.append(record | {"memory kind": memory.kind, "memory note": memory.note, "failed": row.failed})
     stream = io.StringIO(newline="")
     names = dict.fromkeys(name for record in records for name in record)
     writer = csv.DictWriter(stream, list(names), lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     return stream.getvalue()
-
-
-def _record(results: Results, row: Row) -> dict[str, Any]:
-    record: dict[str, Any] = {"protocol": results.name, "identity": results.identity}
-    record |= {key: getattr(row, key) for key in ("cell", "label", "method", "role")}
-    record |= {f"setting_{key}": setting_text(value) for key, value in row.settings.items()}
-    record |= {"images": row.images, "classes": row.classes}
-    for name in results.distances:
-        extrapolated = row.figure(name).difference.images == "infinite" or None
-        record |= _figure_fields(name, row) | {f"{name} difference extrapolated": extrapolated}
-    for measure in MEASURES:
-        changes, ends = row.changes[measure], (f"{measure} quartile 1", f"{measure} quartile 3")
-        spread = _fields(f"{measure} median", estimate(changes.median, changes.quartiles), ends)
-        record |= _fields(measure, changes.estimate) | spread | {f"{measure} lowest": changes.lowest}
-    record["psnr identical"] = row.identical
-    for name in (*results.attributes, *results.metrics):
-        record |= _figure_fields(name, row)
-    for part in PARTS:
-        record[f"{part} seconds_per_image"] = row.timed[part].seconds_per_image
-        record |= _fields(f"{part} speedup", row.timed[part].speed)
-    record |= _fields("gib_per_image", row.slope)
-    record |= {"intercept_gib": row.memory.intercept_gib, "fit_error_gib": row.memory.fit_error_gib}
-    multiply_adds = row.cost.multiply_adds
-    record |= {"density": row.cost.density, "multiply_adds": multiply_adds and float(multiply_adds)}
-    return record | {"memory kind": row.memory.kind, "memory note": row.memory.note, "failed": row.failed}
 
 
 def _figure_fields(name: str, row: Row) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def test_the_words_of_page_and_plots_are_unchanged(run, sweep, snapshot):
     assert "\n".join(line.strip() for line in run[2].text.splitlines() if line.strip()) == snapshot
     for results in (run[1], sweep):
         plots, missing = drawn(draw_plots, results)
-        assert [*([plot.chart.name, plot.chart.caption, plot.chart.alt] for plot in plots), missing] == snapshot
+        assert [*([plot.name, plot.caption, plot.alt] for plot in plots), missing] == snapshot
 
 
 def test_the_page_stands_alone_and_is_accessible(run):
