@@ -119,8 +119,7 @@ def build_reference(
     kept = _kept(folder, extractor.dimension)
     if kept is None:
         raise ElfattError(f"cache {folder} is damaged; give the same command to compute it again.")
-    data, mean, covariance, sample = kept
-    count, unreadable = data["count"], data["unreadable"]
+    count, unreadable = kept.description["count"], kept.description["unreadable"]
     if count != wanted.count and not wanted.allow_count and unreadable:
         raise ElfattError(
             f"reference {wanted.source}: {len(unreadable)} images cannot be read, first {unreadable[0]}, all in "
@@ -128,9 +127,7 @@ def build_reference(
             f"{count}, which the metric's name will then say."
         )
     _check_count(wanted, count)
-    description = {key: value for key, value in data.items() if key != "format"}
-    suffix = "" if wanted.source == "toy" else _suffix(count, data["resize"], data["size"])
-    return Reference(mean, covariance, sample, identity, suffix, description)
+    return kept
 
 
 def check_reference(
@@ -237,13 +234,15 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
 
 
 class _Record(msgspec.Struct, frozen=True):
+    source: str
+    identity: str
     count: Annotated[int, msgspec.Meta(ge=2)]
     unreadable: list[str]
     resize: str
     size: int
 
 
-def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], Tensor, Tensor, np.ndarray[Any, Any]] | None:
+def _kept(folder: Path, dimension: int) -> Reference | None:
     try:
         data = read_data(folder / "reference.json", _Record, "")
         if data is None:
@@ -255,7 +254,9 @@ def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], Tensor, Tensor,
     wanted = (dimension, data["count"], min(data["count"], KERNEL_SAMPLE))
     if sample is None or (len(mean), count, len(sample)) != wanted or not is_finite(sample):
         return None
-    return data, mean, covariance, sample
+    description = {key: value for key, value in data.items() if key != "format"}
+    suffix = "" if data["source"] == "toy" else _suffix(data["count"], data["resize"], data["size"])
+    return Reference(mean, covariance, sample, data["identity"], suffix, description)
 
 
 def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:

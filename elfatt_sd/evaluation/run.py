@@ -13,21 +13,10 @@ from typing import Any
 import msgspec
 
 from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.evaluation import records
 from elfatt_sd.evaluation.extraction import process_state, scoring_device
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Protocol, decisive, differences
-from elfatt_sd.evaluation.records import (
-    Cost,
-    Failure,
-    MadeImage,
-    Peaks,
-    RunRecord,
-    Scores,
-    Times,
-    read_data,
-    same_images,
-    without_intervals_of_few,
-)
 from elfatt_sd.files import (
     folder_lock,
     is_full,
@@ -42,7 +31,12 @@ from elfatt_sd.measure import now
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
 STAGES_FILE, COST_FILE, RESULTS_FILE = "stages.json", "cost.json", "results.json"
-STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Times, MEMORY_FILE: Peaks, COST_FILE: Cost}
+STAGE_FILES = {
+    SCORES_FILE: records.Scores,
+    TIME_FILE: records.Times,
+    MEMORY_FILE: records.Peaks,
+    COST_FILE: records.Cost,
+}
 FORMAT = 1  # of `results.json`
 _LOST = "put the file back from a copy, as what made the images is recorded nowhere else; or give a new folder"
 _NEW_FOLDER = "give a new folder, and --reuse {} to take over the rows that stay the same"
@@ -71,15 +65,15 @@ class RowFolder:
 
     @property
     def failure(self) -> str | None:
-        found = read_typed(self.failure_file, Failure, "delete it")
+        found = read_typed(self.failure_file, records.Failure, "delete it")
         return None if found is None else found.reason
 
-    def made_images(self) -> list[MadeImage]:
+    def made_images(self) -> list[records.MadeImage]:
         if not self.finished:
             raise ElfattError(f"{self.manifest} does not exist; row {self.name!r} is not made yet.")
         return self.known_images()
 
-    def known_images(self) -> list[MadeImage]:
+    def known_images(self) -> list[records.MadeImage]:
         """Return what was generated so far, also where the row is not finished."""
         if self.finished:
             return _images_in(self.manifest, f"delete the file to make row {self.name!r} again")
@@ -94,7 +88,7 @@ class RowFolder:
             return False
         return [each.index for each in made] == [each.index for each in prompts]
 
-    def add_batch(self, number: int, made: Sequence[MadeImage]) -> None:
+    def add_batch(self, number: int, made: Sequence[records.MadeImage]) -> None:
         write_file(self.batch_file(number), msgspec.json.Encoder().encode_lines(made))
 
     def finish(self, manifest: bytes) -> None:
@@ -106,8 +100,8 @@ class RowFolder:
         write_json(self.failure_file, {"reason": reason})
 
 
-def _images_in(path: Path, remedy: str) -> list[MadeImage]:
-    made, decoder = list[MadeImage](), msgspec.json.Decoder(MadeImage)
+def _images_in(path: Path, remedy: str) -> list[records.MadeImage]:
+    made, decoder = list[records.MadeImage](), msgspec.json.Decoder(records.MadeImage)
     for number, line in enumerate(read_plain(path).split(b"\n"), 1):  # a prompt may hold other marks that end lines
         try:
             made += [decoder.decode(line)] if line.strip() else []
@@ -153,13 +147,13 @@ class RunFolder:
         size = self.protocol.batch
         return [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
 
-    def lists_its_prompts(self, row: RowFolder, made: Sequence[MadeImage]) -> bool:
+    def lists_its_prompts(self, row: RowFolder, made: Sequence[records.MadeImage]) -> bool:
         first = self.protocol.seed + self.protocol.cell(row.name).seed_offset
         wanted = [(each.index, each.text, each.class_index, first + each.index) for each in self.prompts]
         return [(each.index, each.prompt, each.class_index, each.seed) for each in made] == wanted
 
     @property
-    def record(self) -> RunRecord:
+    def record(self) -> records.RunRecord:
         return _read_record(self.folder)
 
     @property
@@ -188,7 +182,7 @@ class RunFolder:
     def check_environment(self, environment: Mapping[str, Any]) -> None:
         """Refuse to go on where images would come out differently."""
         begun = [self.protocol.cell(row.name) for row in self.rows if row.finished or row.batches_folder.is_dir()]
-        if self.begun and (changed := same_images(self.record.environment, environment, begun)):
+        if self.begun and (changed := records.same_images(self.record.environment, environment, begun)):
             raise ElfattError(
                 f"{self.folder} was begun where images come out differently ({'; '.join(changed)}); "
                 f"go on there, or {_NEW_FOLDER.format(self.folder)}."
@@ -212,7 +206,7 @@ class RunFolder:
         record, protocol = self.record, self.protocol
         remedy = "delete the file, and give the `eval run` command again"
         scores, times, peaks, costs = (
-            read_data(self.folder / name, shape, remedy, record.identity) or {"rows": {}}
+            records.read_data(self.folder / name, shape, remedy, record.identity) or {"rows": {}}
             for name, shape in STAGE_FILES.items()
         )
         timing = {key: times[key] for key in ("measured", "environment", "note") if times.get(key)}
@@ -243,7 +237,7 @@ class RunFolder:
             "protocol": record.protocol,
             "environment": {**record.environment, **({"timing": timing} if timing else {})},
             "reference": scores.get("references"),
-            "rows": without_intervals_of_few(rows),
+            "rows": records.without_intervals_of_few(rows),
             "published": record.protocol.get("published") or None,
         }
 
@@ -253,8 +247,8 @@ class RunFolder:
         return results
 
 
-def _read_record(folder: Path) -> RunRecord:
-    record = read_typed(folder / RUN_FILE, RunRecord, _LOST)
+def _read_record(folder: Path) -> records.RunRecord:
+    record = read_typed(folder / RUN_FILE, records.RunRecord, _LOST)
     if record is None:
         raise ElfattError(f"{folder} holds no run ({RUN_FILE} is missing); give a folder that `eval run` has made.")
     return record

@@ -11,17 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct, structs
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.records import (
-    Changes,
-    Figure,
-    ReferenceRecord,
-    ResultRow,
-    Seconds,
-    estimate,
-    read_data,
-    without_intervals_of_few,
-    without_nulls,
-)
+from elfatt_sd.evaluation import records
 from elfatt_sd.evaluation.run import RESULTS_FILE
 from elfatt_sd.evaluation.statistics import TOO_FEW
 from elfatt_sd.files import checked
@@ -34,7 +24,7 @@ CROWD = 8  # methods; with more, colours repeat and a legend cannot name them
 _TEXTS = 14  # rows; with more, their texts in a plot cover each other
 
 
-class Row(ResultRow, eq=False, dict=True):
+class Row(records.ResultRow, eq=False, dict=True):
     """One cell of the run: a method with its settings, and all that was measured of it."""
 
     def __post_init__(self) -> None:
@@ -45,14 +35,15 @@ class Row(ResultRow, eq=False, dict=True):
         for name, figure in self.distances.items():  # no Frechet distance is below 0; estimates of kernel ones may be
             if figure.interval and not is_kernel(name):
                 self.figures[name] = structs.replace(figure, interval=[max(end, 0.0) for end in figure.interval])
-        self.changes: dict[str, Changes] = {measure: getattr(self.paired, measure) for measure in MEASURES}
-        self.timed: dict[str, Seconds] = {part: getattr(self.time, part) for part in PARTS}
+        self.changes: dict[str, records.Changes] = {measure: getattr(self.paired, measure) for measure in MEASURES}
+        self.timed: dict[str, records.Seconds] = {part: getattr(self.time, part) for part in PARTS}
         self.identical = self.paired.psnr.identical  # images that equal the baseline's in every pixel
         self.mostly_identical = 2 * (self.identical or 0) > (self.images or 0)
         # Mean PSNR of the images that differ; None where most are identical.
         self.psnr = None if self.mostly_identical else self.paired.psnr.estimate
         # GiB that one more image of a batch takes, with the interval that the fit allows.
-        self.slope = estimate(self.memory.gib_per_image, self.memory.interval)
+        self.slope = records.estimate(self.memory.gib_per_image, self.memory.interval)
+        self.speed: records.Estimate | None = None  # of the part that is in the main table
         self.verdicts: dict[str, str | None] = {}  # by the names of figures; see `Results.judges`
         self.verdict: str | None = None  # the first of them
 
@@ -67,9 +58,9 @@ class Row(ResultRow, eq=False, dict=True):
         # what tells the row from all others in a plot or a sentence; see `Results`
         self.name = f"{self.title} {self.suffix}".strip() + " (null row)" * (self.role == NULL)
 
-    def figure(self, name: str | None) -> Figure:
+    def figure(self, name: str | None) -> records.Figure:
         """Return a distance, an accuracy or a metric, empty where the row has none."""
-        return self.figures.get(name or "", Figure())
+        return self.figures.get(name or "", records.Figure())
 
 
 class Published(Struct, frozen=True):
@@ -87,15 +78,17 @@ class Results(Struct, eq=False, dict=True):
     identity: str = ""
     protocol: dict[str, Any] = {}  # the whole protocol, overrides included
     environment: dict[str, Any] = {}  # the machine and the versions
-    reference: dict[str, ReferenceRecord] = {}
+    reference: dict[str, records.ReferenceRecord] = {}
     published: Published = Published()
 
     @classmethod
     def of(cls, data: Mapping[str, Any], folder: Path = Path()) -> Results:
         """Read what `results.json` holds; intervals of too few classes, which earlier versions wrote, are left out."""
-        rows, published = without_intervals_of_few(data.get("rows") or []), data.get("published") or {}
-        known = {key: value for key, value in data.items() if value is not None}
-        results = checked({**known, **without_nulls({"rows": rows, "published": published})}, cls)
+        known = {**data, "rows": records.without_intervals_of_few(data.get("rows") or [])}
+        free = {
+            key: data[key] for key in ("protocol", "environment") if data.get(key)
+        }  # with their nulls
+        results = checked({**records.without_nulls(known), **free}, cls)
         results.data, results.folder = data, folder
         return results
 
@@ -133,6 +126,8 @@ class Results(Struct, eq=False, dict=True):
             row.verdict = next(iter(row.verdicts.values()), None)
         timed = (part for part in PARTS if any(row.timed[part].seconds_per_image is not None for row in self.rows))
         self.time_part = next(timed, "end_to_end")  # of the main table
+        for row in self.rows:
+            row.speed = row.timed[self.time_part].speed
 
     @property
     def hardware(self) -> str:
@@ -152,7 +147,7 @@ class Results(Struct, eq=False, dict=True):
 
 def load_results(folder: Path) -> Results:
     path = folder / RESULTS_FILE
-    data = read_data(path, Results, "make it again with `elfatt-sd eval report`")
+    data = records.read_data(path, Results, "make it again with `elfatt-sd eval report`")
     if data is None:
         raise ElfattError(f"{path} does not exist; `elfatt-sd eval score` writes it.")
     return Results.of(data, folder)
