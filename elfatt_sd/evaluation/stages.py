@@ -123,11 +123,10 @@ def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
         except ElfattError as error:
             found[f"{where}{error}"] = None
 
-    try:
+    with noted():
         pick_dtype(protocol.dtype, pick_device(protocol.device))
-    except ElfattError as error:
-        found[str(error)] = None
-        protocol = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
+    if found:  # go on to the other obstacles
+        protocol = dataclasses.replace(protocol, device="cpu", dtype="float32")
     checks: list[Callable[[], Any]] = [lambda: check_writable(run.folder), run.check]
     checks += [functools.partial(RunFolder.open, other) for other in reuse]
     checks += first_checks(protocol)

@@ -85,9 +85,7 @@ class Results(Struct, eq=False, dict=True):
     def of(cls, data: Mapping[str, Any], folder: Path = Path()) -> Results:
         """Read what `results.json` holds; intervals of too few classes, which earlier versions wrote, are left out."""
         known = {**data, "rows": records.without_intervals_of_few(data.get("rows") or [])}
-        free = {
-            key: data[key] for key in ("protocol", "environment") if data.get(key)
-        }  # with their nulls
+        free = {key: data[key] for key in ("protocol", "environment") if data.get(key)}  # with their nulls
         results = checked({**records.without_nulls(known), **free}, cls)
         results.data, results.folder = data, folder
         return results
