@@ -26,7 +26,7 @@ from elfatt_sd.files import check_writable
 
 if TYPE_CHECKING:
     from elfatt_sd.evaluation.protocols import Protocol
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -91,17 +91,17 @@ def run_command(
     from elfatt_sd.evaluation.extraction import is_first
     from elfatt_sd.evaluation.report import load_results
     from elfatt_sd.evaluation.report.summary import findings, headline
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
     from elfatt_sd.evaluation.stages import evaluate
 
     if dry_run:
         quiet_libraries()
-        _print_plan(Run(out, protocol), reuse or ())
+        _print_plan(RunFolder(out, protocol), reuse or ())
         return
     check_writable(out)
-    others = [Run.open(other) for other in reuse or ()]
+    others = [RunFolder.open(other) for other in reuse or ()]
     quiet_libraries()
-    failed = evaluate(Run(out, protocol), _reporter(quiet), reuse=others, show_progress=not quiet)
+    failed = evaluate(RunFolder(out, protocol), _reporter(quiet), reuse=others, show_progress=not quiet)
     if is_first():
         results = load_results(out)
         for line in (headline(results), *findings(results)):
@@ -116,13 +116,13 @@ def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet 
     """Make the images of every row. Several processes share them under `accelerate launch`."""
     from elfatt_sd.evaluation.extraction import is_first, leave_processes
     from elfatt_sd.evaluation.generate import generate
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
     from elfatt_sd.evaluation.stages import first_checks
 
     check_writable(out)
     for check in first_checks(protocol, scored=False):
         check()
-    others, run = [Run.open(other) for other in reuse or ()], Run(out, protocol)
+    others, run = [RunFolder.open(other) for other in reuse or ()], RunFolder(out, protocol)
     quiet_libraries()
     with run.writing():
         failed = generate(run, reuse=others, show_progress=not quiet)
@@ -151,10 +151,10 @@ def reference_command(protocol: Any, quiet: Quiet = False) -> None:
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
     from elfatt_sd.evaluation.extraction import leave_processes
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
     from elfatt_sd.evaluation.stages import score
 
-    opened = Run.open(run)
+    opened = RunFolder.open(run)
     quiet_libraries()
     with opened.writing() as first:
         score(opened, _reporter(quiet))
@@ -167,9 +167,9 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
     from elfatt_sd.evaluation.report import load_results, write_report
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
 
-    opened = Run.open(run)
+    opened = RunFolder.open(run)
     with opened.writing():
         opened.write_results()
         typer.echo(write_report(load_results(run)))
@@ -185,17 +185,17 @@ def verify_command(
 ) -> None:
     """Check every image of a run against its hash, and its table against one computed again."""
     from elfatt_sd.evaluation.extraction import every_minute
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
     from elfatt_sd.evaluation.stages import verify_run
 
-    opened = Run.open(run)
+    opened = RunFolder.open(run)
     quiet_libraries()
     problems = verify_run(opened, recompute=recompute, progress=every_minute(_reporter(quiet)))
     _stop_at(problems)
     typer.echo(f"{run}: images and figures are as they were made")
 
 
-def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
+def _print_plan(run: RunFolder, reuse: Sequence[Path]) -> None:
     from rich.table import Table
 
     from elfatt_sd.evaluation.stages import extent, obstacles, to_do
