@@ -30,7 +30,7 @@ from elfatt_sd.evaluation.statistics import (
     BETTER,
     FEWEST_CLASSES,
     WORSE,
-    Estimate,
+    ClassEstimate,
     Interval,
     kernel_distance,
     kernel_within,
@@ -235,7 +235,7 @@ def _of_one_run(setting: FewSetting, target: Target, generator: torch.Generator)
     before = SPREAD * torch.randn(count, FEW_FEATURES, generator=generator, dtype=torch.float64)
     after = SHARPER * before + MOVED * (1 - good)[:, None]
     ours, theirs = (frechet_figures(each, target, classes) for each in (after, before))
-    accuracy, untouched, closeness = (Estimate.mean(each, classes) for each in (good, torch.ones(count), psnr))
+    accuracy, untouched, closeness = (ClassEstimate.mean(each, classes) for each in (good, torch.ones(count), psnr))
     means = [share_interval(good, classes), (accuracy - untouched).interval(), closeness.interval()]
     return [*means, ours.limit_difference(theirs)[1], (ours.published - theirs.published).interval()]
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from elfatt_sd.benchmarking import unet_call
-from elfatt_sd.benchmarking.variants import Variant, forget_matchings, forget_residuals, patched_layers
+from elfatt_sd.benchmarking.variants import Variant, forget_residuals, latest_calls, patched_layers
 from elfatt_sd.devices import synchronize
 from elfatt_sd.measure import Call
 
@@ -28,8 +28,8 @@ def graphed_call(unet: Any, inputs: Mapping[str, Any], variant: Variant) -> Call
             call()
             synchronize(device)
             graph = torch.cuda.CUDAGraph()
-            if variant.config.reuse_steps == 1:
-                forget_matchings(unet)  # as the hook before a call does
+            for kept in latest_calls(unet) if variant.config.reuse_steps == 1 else ():
+                kept.matchings.clear()  # as the hook before a call does
             if variant.measures:
                 forget_residuals(unet)
             try:

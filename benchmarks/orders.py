@@ -28,7 +28,7 @@ from elfatt_sd.methods import AttentionName
 from elfatt_sd.phases import Phase
 from elfatt_sd.runtime.layer import fits, fitted
 from elfatt_sd.toy import PROMPT
-from elfatt_sd.tuning.runs import Settings
+from elfatt_sd.tuning.runs import DrawSettings
 
 PROMPTS = (PROMPT, "a green circle on a plain yellow background")
 BLOCK_SIZES = (32, 128, 512)
@@ -86,7 +86,7 @@ def orders(
     steps, guidance = steps or own_steps, own_guidance if guidance is None else guidance
     check_steps(pipe, steps)
     height, width = (None, None) if size is None else height_and_width(size)
-    settings = Settings(steps, guidance, height, width, frames)
+    settings = DrawSettings(steps, guidance, height, width, frames)
     settings.check(pipe)
     rows = len(prompts) * rows_of(pipe, guidance)
     warn_if_too_large(pipe, height, width, rows=rows, frames=frames)

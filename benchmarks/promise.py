@@ -106,7 +106,7 @@ class Tuning(Search):
         self.curve = [Choice({}, 0.0, 0.0, math.inf)]
         self.curve += [Choice({}, 0.8 - level / 100, 255**2 / 10 ** (level / 10), level) for level in reversed(LEVELS)]
         self.untouched = [self.runs.draw(sample) for sample in self.samples]
-        self._seconds, self._pace = [1.0], 1.0
+        self._seconds, self.seconds, self._pace = [1.0], 1.0, 1.0
 
     def _calibrate(self, *given: Any) -> None:
         """What one image says more of a stretch is a part of what predictions are off by."""

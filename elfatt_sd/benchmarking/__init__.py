@@ -12,7 +12,8 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ from elfatt_sd.benchmarking.variants import (
     UNPATCHED,
     Size,
     Variant,
-    forget_matchings,
     forget_residuals,
     grid_side,
     height_and_width,
+    latest_calls,
     line_up,
     resolve_methods,
 )
@@ -50,8 +51,9 @@ from elfatt_sd.phases import EXACT, Backend, Phase
 from elfatt_sd.runtime.call import Call as PatchCall
 from elfatt_sd.runtime.call import LayerCall, attend
 from elfatt_sd.runtime.denoiser import Patch
+from elfatt_sd.runtime.joint_processor import Projected
 from elfatt_sd.runtime.layer import Layers
-from elfatt_sd.runtime.processor import approximate
+from elfatt_sd.runtime.processor import LayerInCall, approximate
 
 Move = Callable[[Tensor], Tensor]
 MakeCall = Callable[[Any, Mapping[str, Any], Variant], Call]
@@ -228,39 +230,21 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
     return phases | {name: Phase(1.0, kind()) for name, kind in attentions().items() if not is_own(kind)}
 
 
-@dataclass
-class _Projected:
-    """A layer whose queries, keys and values are there already; see `elfatt_sd.methods.Layer`."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    kernel: Mapping[str, Any] = field(default_factory=lambda: {"fp32_logits": False, "backend": "native"})
-    context: None = None
-
-    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        count = tokens.shape[1] if keys is None else len(keys)
-        return self.q, self.k[:, :count], self.v[:, :count]
-
-    def queries(self, tokens: Tensor) -> Tensor:
-        return self.q[:, : tokens.shape[1]]
-
-    def merged(self, ratio: float) -> Tensor:
-        return self.q.flatten(2)[:, : max(1, round(self.q.shape[1] * (1 - ratio)))]
-
-
 def _attention_calls(
     side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Call]:
     generator = torch.Generator().manual_seed(0)
     shape = (3, batch, side * side, HEADS, CHANNELS // HEADS)
     q, k, v = standard_normal(shape, generator).to(device, dtype)
-    grid, draws = Grid.image(side, side), Draws(0, 0, 0, device)
+    tokens, grid, draws = q.flatten(2), Grid.image(side, side), Draws(0, 0, 0, device)
+    call = PatchCall(PatchConfig(attention_backend="native"))
+    state: Any = SimpleNamespace(call=call, matching=lambda tokens, ratio: None)  # of a layer that merges nothing
     calls: dict[str, Call] = {}
     for name, phase in {Softmax.name: EXACT, **layer_phases(block_size)}.items():
         if not phase.merge.ratio and (short := name.split(",")[0]) not in calls:
             prepared = phase.attention.prepare(grid, draws)
-            calls[short] = functools.partial(attend, phase.attention, _Projected(q, k, v), q.flatten(2), prepared)
+            layer = LayerInCall(Projected(q, k, v), state, tokens, phase)
+            calls[short] = functools.partial(attend, phase.attention, layer, tokens, prepared)
     return calls
 
 
@@ -386,7 +370,8 @@ def _peak(unet: Any, call: Call, variant: Variant, device: torch.device) -> int 
     if variant.compiled:
         peak_memory(call, device)  # compiles
     forget_residuals(unet)
-    forget_matchings(unet)
+    for kept in latest_calls(unet):
+        kept.matchings.clear()
     return peak_memory(call, device)
 
 

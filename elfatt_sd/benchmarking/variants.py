@@ -88,28 +88,22 @@ def patched_layers(unet: nn.Module) -> list[PatchedLayer]:
     return [getattr(module, STATE) for module in unet.modules() if hasattr(module, STATE)]
 
 
-def _latest_calls(unet: nn.Module) -> list[Call]:
+def latest_calls(unet: nn.Module) -> list[Call]:
     found = {id(layer.patch): layer.patch.latest for layer in patched_layers(unet)}
     return [call for call in found.values() if call is not None]
 
 
 def repeat_step(unet: nn.Module) -> None:
     """Let the call that now begins take over what an earlier one kept, though it is of the same step."""
-    for call in _latest_calls(unet):
+    for call in latest_calls(unet):
         call.memory.repeat_step()
 
 
 def forget_residuals(unet: nn.Module) -> None:
     """Forget the differences to exact attention, so that the call that now begins measures them."""
-    for call in _latest_calls(unet):
+    for call in latest_calls(unet):
         for state in call.states.values():
             state.residuals.clear()
-
-
-def forget_matchings(unet: nn.Module) -> None:
-    """Forget which tokens the last call merged, so that the call that now begins matches again."""
-    for call in _latest_calls(unet):
-        call.matchings.clear()
 
 
 def _leave_out(layer: SelfAttention) -> None:
@@ -180,7 +174,7 @@ UNTOUCHED = Variant(UNPATCHED)
 
 
 @dataclass(frozen=True)
-class Run:
+class RunParts:
     parts: tuple[tuple[str, int], ...]  # names of variants, each with its number of steps of `STEPS`
     floor: str | None = None  # the floor of the levels that the method patches
 
@@ -190,11 +184,11 @@ class Lineup:
     """Variants by name, and for each row of a table its run."""
 
     variants: dict[str, Variant]
-    runs: dict[str, Run]
+    runs: dict[str, RunParts]
 
     def add(self, row: str, variant: Variant, floor: str | None = None) -> None:
         """Add a row that is one variant; the same work is timed once."""
-        self.runs[row] = Run(((self.place(row, variant), STEPS),), floor)
+        self.runs[row] = RunParts(((self.place(row, variant), STEPS),), floor)
 
     def place(self, name: str, variant: Variant) -> str:
         """Add a variant, and return the name under which it, or one of the same work, is timed."""
@@ -293,7 +287,7 @@ def line_up(
         if by_phase and not peer:
             pieces = [(f"{method}/{index}", *piece) for index, piece in enumerate(single_phases(config))]
             parts = tuple((lineup.place(name, variant), steps) for name, variant, steps in pieces)
-            lineup.runs[method] = Run(parts, floor)
+            lineup.runs[method] = RunParts(parts, floor)
         elif not peer:
             lineup.add(method, Variant("patch", config) if config.active else UNTOUCHED, floor)
     for name, variant in floors.items():
@@ -320,7 +314,7 @@ def _with_twins(lineup: Lineup, ending: str) -> Lineup:
     runs = {}
     for row, run in rows.items():
         parts = tuple((name + ending * (name in variants), count) for name, count in run.parts)
-        runs[row + ending] = Run(parts, run.floor and run.floor + ending * (run.floor in rows))
+        runs[row + ending] = RunParts(parts, run.floor and run.floor + ending * (run.floor in rows))
     return Lineup(lineup.variants | twins, lineup.runs | runs)
 
 

@@ -36,8 +36,8 @@ from elfatt_sd.cli.options import (
     SHAPE_NAMES,
     Height,
     Json,
-    Patch,
-    Source,
+    PatchOptions,
+    PipelineOptions,
     Width,
     takes_drawing,
     takes_patch,
@@ -48,6 +48,7 @@ from elfatt_sd.files import check_writable, write_file
 from elfatt_sd.toy import EMBEDDED, PROMPT
 
 if TYPE_CHECKING:
+    from elfatt_sd.drawing.compare import Sheet
     from elfatt_sd.drawing.studio import OnImage, OnStep, Result, Studio
     from elfatt_sd.plans import Plan
 
@@ -107,7 +108,7 @@ def progress(images: int, drawings: int | None = None) -> Iterator[tuple[OnStep,
 @takes_source()
 @takes_drawing
 def generate(
-    chosen: Patch,
+    chosen: PatchOptions,
     drawing: dict[str, Any],
     source: Any,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts to draw.")] = None,
@@ -222,8 +223,9 @@ def try_methods(
     Of several prompts or models, a sheet: untouched, the fastest method and the closest one, as the first prompt shows.
     """
     from elfatt_sd.config import PatchConfig, known_method
-    from elfatt_sd.drawing.compare import Trial
+    from elfatt_sd.drawing.compare import Sheet, Trial
     from elfatt_sd.drawing.studio import Request, Studio
+    from elfatt_sd.loading import check_model
 
     words = [" ".join(prompt)] if prompt else []
     all_prompts, all_models = [*words, *(prompts or ())] or [PROMPT], [*([model] if model else []), *(models or ())]
@@ -233,7 +235,10 @@ def try_methods(
     chosen: list[str] = [known_method(method) for method in methods or METHODS]
     check_writable(out)
     if len(sources) > 1 or len(all_prompts) > 1:
-        _draw_sheet(sources, all_prompts, chosen, rounds, {"seed": seed, **drawing}, out)
+        for name, each in sources.items():
+            check_model(name, allow_pickle=each.allow_pickle, variant=each.variant)
+        load = lambda request: sources[request.model].load_for(request)  # noqa: E731
+        _draw_sheet(Sheet(load, list(sources), all_prompts, chosen, rounds, {"seed": seed, **drawing}), out)
         return
     studio = Studio(sources[request.model].load_for(request), request, out)
     trial = Trial(studio, chosen, rounds)
@@ -252,16 +257,7 @@ def try_methods(
             print(f"{trial.recommendation()}\n{path}")
 
 
-def _draw_sheet(
-    sources: dict[str, Source], prompts: list[str], methods: list[str], rounds: int, settings: dict[str, Any], out: Path
-) -> None:
-    from elfatt_sd.drawing.compare import Sheet
-    from elfatt_sd.loading import check_model
-
-    for name, each in sources.items():
-        check_model(name, allow_pickle=each.allow_pickle, variant=each.variant)
-    load = lambda request: sources[request.model].load_for(request)  # noqa: E731
-    sheet = Sheet(load, list(sources), prompts, methods, rounds, settings)
+def _draw_sheet(sheet: Sheet, out: Path) -> None:
     try:
         with progress(sheet.images) as (on_step, on_image):
             sheet.run(on_step, on_image)
@@ -275,7 +271,7 @@ def _draw_sheet(
 @takes_patch
 @takes_source("cpu")
 def patch(
-    chosen: Patch,
+    chosen: PatchOptions,
     source: Any,
     model: Annotated[
         str,
@@ -295,7 +291,7 @@ def patch(
         if save.exists():
             raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
         check_writable(save.parent, f"save={str(save)!r}")
-    from_where: Source = source(model)
+    from_where: PipelineOptions = source(model)
     if model not in SHAPE_NAMES:
         pipe = from_where.load()
     elif chosen.autotune:
@@ -380,12 +376,9 @@ def tune(
     from elfatt_sd.tuning import tune as tune_pipeline
     from elfatt_sd.tuning.proof import Budget, check_wanted
 
-    wanted: dict[str, Any] = {
-        "closeness": closeness, "speed": speed, "memory": memory, "lowest": lowest, "confidence": confidence
-    }  # fmt: skip
-    budget = Budget(**wanted)
-    size, steps, guidance = (asked["height"], asked["width"]), asked["steps"], asked["guidance"]
-    check_run(steps, guidance, asked["seed"], *size)
+    budget, guidance = Budget(closeness, speed, memory, lowest, confidence), asked["guidance"]
+    size = asked["height"], asked["width"]
+    check_run(asked["steps"], guidance, asked["seed"], *size)
     lines = None if prompts is None else read_prompts(prompts)
     check_wanted(budget, asked["metric"], lines, asked["images"], asked["frames"])
     if save is not None:
@@ -395,13 +388,13 @@ def tune(
     if out is not None:
         check_writable(out)
         need("the page of a tuning (--out)", "jinja2", "matplotlib")
-    from_where: Source = source(model)
+    from_where: PipelineOptions = source(model)
     pipe = from_where.load()
     pipe.set_progress_bar_config(disable=True)
     rows = 1 if guidance is not None and guidance <= 1 else 2
     warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
     with progress_of("steps") as tell:
-        found = tune_pipeline(pipe, **wanted, prompts=lines, progress=tell, **asked)
+        found = tune_pipeline(pipe, **vars(budget), prompts=lines, progress=tell, **asked)
     print(json.dumps(found.to_dict(), indent=2) if as_json else found)  # first: a disk may be full
     if save is not None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +26,7 @@ from elfatt_sd.files import check_writable
 
 if TYPE_CHECKING:
     from elfatt_sd.evaluation.protocols import Protocol
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -91,23 +91,23 @@ def run_command(
     from elfatt_sd.evaluation.extraction import is_first
     from elfatt_sd.evaluation.report import load_results
     from elfatt_sd.evaluation.report.summary import findings, headline
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
     from elfatt_sd.evaluation.stages import evaluate
 
     if dry_run:
         quiet_libraries()
-        _print_plan(Run(out, protocol), reuse or ())
+        _print_plan(RunFolder(out, protocol), reuse or ())
         return
     check_writable(out)
-    others = [Run.open(other) for other in reuse or ()]
+    others = [RunFolder.open(other) for other in reuse or ()]
     quiet_libraries()
-    failed = evaluate(Run(out, protocol), _reporter(quiet), reuse=others, show_progress=not quiet)
+    failed = evaluate(RunFolder(out, protocol), _reporter(quiet), reuse=others, show_progress=not quiet)
     if is_first():
         results = load_results(out)
         for line in (headline(results), *findings(results)):
             typer.echo(one_line(line))
         typer.echo(f"\n{out / 'report' / 'index.html'}")
-        _name_failures(failed)
+        _stop_at([f"row {cell} failed: {reason}" for cell, reason in failed.items()])
 
 
 @app.command("generate")
@@ -116,20 +116,20 @@ def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet 
     """Make the images of every row. Several processes share them under `accelerate launch`."""
     from elfatt_sd.evaluation.extraction import is_first, leave_processes
     from elfatt_sd.evaluation.generate import generate
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
     from elfatt_sd.evaluation.stages import first_checks
 
     check_writable(out)
     for check in first_checks(protocol, scored=False):
         check()
-    others, run = [Run.open(other) for other in reuse or ()], Run(out, protocol)
+    others, run = [RunFolder.open(other) for other in reuse or ()], RunFolder(out, protocol)
     quiet_libraries()
     with run.writing():
         failed = generate(run, reuse=others, show_progress=not quiet)
         leave_processes()
     if is_first():
         typer.echo(out / "cells")
-        _name_failures(failed)
+        _stop_at([f"row {cell} failed: {reason}" for cell, reason in failed.items()])
 
 
 @app.command("reference")
@@ -151,10 +151,10 @@ def reference_command(protocol: Any, quiet: Quiet = False) -> None:
 def score_command(run: RunDir, quiet: Quiet = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
     from elfatt_sd.evaluation.extraction import leave_processes
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
     from elfatt_sd.evaluation.stages import score
 
-    opened = Run.open(run)
+    opened = RunFolder.open(run)
     quiet_libraries()
     with opened.writing() as first:
         score(opened, _reporter(quiet))
@@ -167,9 +167,9 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
     from elfatt_sd.evaluation.report import load_results, write_report
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
 
-    opened = Run.open(run)
+    opened = RunFolder.open(run)
     with opened.writing():
         opened.write_results()
         typer.echo(write_report(load_results(run)))
@@ -185,20 +185,17 @@ def verify_command(
 ) -> None:
     """Check every image of a run against its hash, and its table against one computed again."""
     from elfatt_sd.evaluation.extraction import every_minute
-    from elfatt_sd.evaluation.run import Run
+    from elfatt_sd.evaluation.run import RunFolder
     from elfatt_sd.evaluation.stages import verify_run
 
-    opened = Run.open(run)
+    opened = RunFolder.open(run)
     quiet_libraries()
     problems = verify_run(opened, recompute=recompute, progress=every_minute(_reporter(quiet)))
-    for problem in problems:
-        complain(problem)
-    if problems:
-        raise typer.Exit(FAILURE)
+    _stop_at(problems)
     typer.echo(f"{run}: images and figures are as they were made")
 
 
-def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
+def _print_plan(run: RunFolder, reuse: Sequence[Path]) -> None:
     from rich.table import Table
 
     from elfatt_sd.evaluation.stages import extent, obstacles, to_do
@@ -213,18 +210,15 @@ def _print_plan(run: Run, reuse: Sequence[Path]) -> None:
     with contextlib.suppress(ElfattError):  # it is among the obstacles
         console.print(extent(run))
         console.print(f"to do: {to_do(run)}")
-    for line in found:
-        complain(line)
-    if found:
-        raise typer.Exit(WRONG_USE)
+    _stop_at(found, WRONG_USE)
 
 
 def _reporter(quiet: bool) -> Callable[[str], None]:
     return lambda line: None if quiet else typer.echo(one_line(line), err=True)
 
 
-def _name_failures(failed: Mapping[str, str]) -> None:
-    for cell, reason in failed.items():
-        complain(f"row {cell} failed: {reason}")
-    if failed:
-        raise typer.Exit(FAILURE)
+def _stop_at(problems: Sequence[str], code: int = FAILURE) -> None:
+    for problem in problems:
+        complain(problem)
+    if problems:
+        raise typer.Exit(code)

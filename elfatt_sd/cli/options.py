@@ -43,7 +43,7 @@ _patch = functools.partial(typer.Option, rich_help_panel="The patch")
 
 
 @dataclass
-class Patch:
+class PatchOptions:
     method: Annotated[
         str | None,
         _patch(
@@ -134,7 +134,7 @@ DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
 
 
 @dataclass(frozen=True)
-class Source:
+class PipelineOptions:
     """A model and how it is loaded; see `load_pipeline`."""
 
     model: str
@@ -175,10 +175,10 @@ class Source:
         return f"pipe = elfatt_sd.load_pipeline({given})"
 
 
-takes_patch = adds_options("chosen", options_of(Patch), Patch)
+takes_patch = adds_options("chosen", options_of(PatchOptions), PatchOptions)
 takes_drawing = adds_options("drawing", DRAWING_OPTIONS, dict)
 
 
 def takes_source(device: str = "auto") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    options = {**options_of(Source), "device": (Device, device)}
-    return adds_options("source", options, lambda **given: functools.partial(Source, **given))
+    options = {**options_of(PipelineOptions), "device": (Device, device)}
+    return adds_options("source", options, lambda **given: functools.partial(PipelineOptions, **given))

@@ -29,7 +29,7 @@ BUSY_TITLE = "the machine was busy: the speeds, and which method is the fastest,
 
 
 @dataclass(frozen=True)
-class Row:
+class MethodResult:
     method: str  # its name
     picture: Image.Image  # its image
     times: tuple[float, ...]  # seconds from prompt to image, by round
@@ -130,9 +130,9 @@ class Trial:
         return shot
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[MethodResult]:
         """What each method did that was drawn at least once."""
-        rows, untouched = list[Row](), self.times[UNTOUCHED]
+        rows, untouched = list[MethodResult](), self.times[UNTOUCHED]
         for method, times in self.times.items():
             if not times:
                 continue
@@ -144,7 +144,7 @@ class Trial:
                 unchanged = f"identical: {method} changed nothing in this run"
                 if not self.configs[method].approximates(0, len(self.studio.pipe.scheduler.timesteps)):
                     unchanged += ", of which it approximates no step; give more steps"
-            rows.append(Row(method, shot.frames[0], tuple(times), own, decibel, unchanged, shot.fault))
+            rows.append(MethodResult(method, shot.frames[0], tuple(times), own, decibel, unchanged, shot.fault))
         return rows
 
     def recommendation(self) -> str:
@@ -243,7 +243,7 @@ def compared(studio: Studio) -> Iterator[Result]:
         trial = following
 
 
-def pair(trial: Trial) -> tuple[Row, Row, str, str]:
+def pair(trial: Trial) -> tuple[MethodResult, MethodResult, str, str]:
     """Return untouched and the one method of a trial, how fast and how close it is, and what is wrong with an image."""
     untouched, own = trial.rows
     _, seconds, fast, close = own.cells()
@@ -270,12 +270,12 @@ def closeness(decibel: Sequence[float]) -> str:
     return f"PSNR in dB: {spread}, lowest {min(decibel):.1f}, of {count} images"
 
 
-class Line(NamedTuple):
+class SheetRow(NamedTuple):
     """A row of the sheet: one prompt with one pipeline."""
 
     model: str  # name of the pipeline
     prompt: str  # what is drawn
-    rows: list[Row]  # see `chosen`
+    rows: list[MethodResult]  # see `chosen`
     record: dict[str, Any]  # of the trial
 
 
@@ -289,7 +289,7 @@ class Sheet:
     methods: Sequence[str] = METHODS
     rounds: int = 1
     settings: dict[str, Any] = field(default_factory=dict)  # further fields of `Request`
-    lines: list[Line] = field(default_factory=list)  # that are finished
+    lines: list[SheetRow] = field(default_factory=list)  # that are finished
 
     def __post_init__(self) -> None:
         self.again, first = self.rounds == 1, len({UNTOUCHED, *self.methods})
@@ -312,13 +312,13 @@ class Sheet:
                 trial.run(tell, warm_up=number == 0)
                 rows = trial.rows if number else chosen(trial.rows)
                 methods = [row.method for row in rows]
-                self.lines.append(Line(model, prompt, rows, trial.to_dict()))
+                self.lines.append(SheetRow(model, prompt, rows, trial.to_dict()))
 
     def write(self, folder: Path) -> tuple[Path, list[str]]:
         """Write the sheet as PNG, and a JSON file next to it; return its path, and the figures of each pipeline."""
         columns, busy, said = max(len(line.rows) for line in self.lines), dict[str, str](), list[str]()
         for model in dict.fromkeys(line.model for line in self.lines):
-            by_method: dict[str, list[Row]] = {}
+            by_method: dict[str, list[MethodResult]] = {}
             for row in (row for line in self.lines if line.model == model for row in line.rows):
                 by_method.setdefault(row.method, []).append(row)
             busy[model] = busy_of([second for row in rows for second in row.times] for rows in by_method.values())
@@ -348,7 +348,7 @@ class Sheet:
         return write_image(free_name(folder, "demo sheet"), sheet, record), said
 
 
-def chosen(rows: Sequence[Row]) -> list[Row]:
+def chosen(rows: Sequence[MethodResult]) -> list[MethodResult]:
     """Return untouched, the fastest and the closest of the methods that were faster; the fastest alone if none was.
 
     A method that changed nothing, or made another image of it, below `LEAST` dB, has no place among them.

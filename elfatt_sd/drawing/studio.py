@@ -324,8 +324,8 @@ def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
     """Return the denoising steps and the guidance scale of a pipeline, where nobody gives others."""
     if model in EMBEDDED:
         return EMBEDDED[model].steps, EMBEDDED[model].guidance
-    defaults = {name: parameter.default for name, parameter in taken(pipe).items()}
-    return defaults["num_inference_steps"], defaults.get("guidance_scale")
+    inputs = taken(pipe)
+    return inputs["num_inference_steps"].default, getattr(inputs.get("guidance_scale"), "default", None)
 
 
 def check_steps(pipe: Any, steps: int) -> None:
@@ -407,12 +407,12 @@ def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
 def check_text_to_image(pipe: Any) -> None:
     main_denoiser(pipe)  # refuses others
     kind, takes = type(pipe).__name__, taken(pipe)
-    in_python = "give a text-to-image model, or patch it in Python with elfatt_sd.apply_patch(pipe)."
-    if "num_frames" in takes:
-        raise ElfattError(f"{kind} makes videos; {in_python}")
     needed = {name for name, each in takes.items() if each.default is each.empty and each.kind < each.VAR_POSITIONAL}
-    if needed - {"prompt"} or not {"prompt", "height", "width", "num_inference_steps"} <= takes.keys():
-        raise ElfattError(f"{kind} needs more than a prompt; {in_python}")
+    more = needed - {"prompt"} or not {"prompt", "height", "width", "num_inference_steps"} <= takes.keys()
+    if more or "num_frames" in takes:
+        does = "makes videos" if "num_frames" in takes else "needs more than a prompt"
+        in_python = "give a text-to-image model, or patch it in Python with elfatt_sd.apply_patch(pipe)."
+        raise ElfattError(f"{kind} {does}; {in_python}")
 
 
 def tell_cut_prompts(pipe: Any, prompts: Iterable[str]) -> None:

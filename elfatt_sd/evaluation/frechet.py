@@ -10,7 +10,7 @@ from torch import Tensor
 
 from elfatt_sd.evaluation.statistics import (
     ROWS,
-    Estimate,
+    ClassEstimate,
     Features,
     FeatureStatistics,
     Groups,
@@ -44,11 +44,11 @@ class Target:
 class FrechetFigures:
     """What n images say of their squared Frechet distance to a reference."""
 
-    published: Estimate  # the distance of these n images, D_n, as it is published
+    published: ClassEstimate  # the distance of these n images, D_n, as it is published
     # the distance of infinitely many images, where the scales below those that the images resolve hold as many
     # directions as they can. Equal to `most` with more images than features.
-    least: Estimate
-    most: Estimate  # the same, where these scales hold no direction more
+    least: ClassEstimate
+    most: ClassEstimate  # the same, where these scales hold no direction more
     # `[2, g]`, what each class moves `least` and `most` if the relation of scales is found again without it
     refits: Tensor
     kurtosis: float  # of a feature, the largest of all
@@ -57,13 +57,15 @@ class FrechetFigures:
         """The paired difference with infinitely many images, and its interval of 95 %; both ends hold for all scales.
 
         With heavy tails a few images say how scales relate, which must then be found again without each class. They
-        make the standard error, too: `Estimate.interval` then has few degrees of freedom.
+        make the standard error, too: `ClassEstimate.interval` then has few degrees of freedom.
         """
         ends = [self.least - other.least, self.most - other.most]
         heavy = max(self.kurtosis, other.kurtosis) > HEAVY
         if heavy:
             refits = (self.refits - other.refits)[:, None]
-            ends = [Estimate(end.value, torch.cat((end.moves, moves))) for end, moves in zip(ends, refits, strict=True)]
+            ends = [
+                ClassEstimate(end.value, torch.cat((end.moves, moves))) for end, moves in zip(ends, refits, strict=True)
+            ]
         intervals = [end.interval(heavy=heavy) for end in ends]
         known = [interval for interval in intervals if interval is not None]
         value = (ends[0].value + ends[1].value) / 2
@@ -103,7 +105,7 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
     roots = _limit_roots(spectrum, spectrum.root, spectrum.phi, spectrum.slope, ratio, free, target.rank)
     limits = near.sum() / count + constant - 2 * roots
     if alone:
-        whole, least, most = (Estimate(value.item(), slope[None]) for value in (published, *limits))
+        whole, least, most = (ClassEstimate(value.item(), slope[None]) for value in (published, *limits))
         return FrechetFigures(whole, least, most, slope.expand(2, -1), left.kurtosis)
 
     rest = count - left.sizes
@@ -118,7 +120,7 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
 
     withouts = (published_without, *limits_without(ratio))
     whole, least, most = (
-        Estimate.jackknife(value.item(), without, slope)
+        ClassEstimate.jackknife(value.item(), without, slope)
         for value, without in zip((published, *limits), withouts, strict=True)
     )
     refits = left_out(limits_without(_ratio_without(left, spectrum.phi, rest)))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 from PIL import Image
 
 from elfatt_sd.drawing.studio import rows_of, tell_cut_prompts
@@ -33,8 +34,8 @@ from elfatt_sd.evaluation.images import (
 )
 from elfatt_sd.evaluation.prompts import Prompt
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.records import Cost, MadeImage, is_whole, same_images
-from elfatt_sd.evaluation.run import COST_FILE, RowFolder, Run
+from elfatt_sd.evaluation.records import Cost, MadeImage, RowCost, is_whole, same_images
+from elfatt_sd.evaluation.run import COST_FILE, RowFolder, RunFolder
 from elfatt_sd.files import read_plain, write_file, write_json
 from elfatt_sd.measure import progress_of
 from elfatt_sd.patch import plan
@@ -44,7 +45,7 @@ Numbered = Sequence[tuple[int, Sequence[Prompt]]]  # batches with their numbers
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")
 
 
-def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True) -> dict[str, str]:
+def generate(run: RunFolder, *, reuse: Sequence[RunFolder] = (), show_progress: bool = True) -> dict[str, str]:
     """Generate all images of a run that are not there yet; several processes share the batches."""
     need("an evaluation with rows of peers", *packages_of(run.protocol.peers))
     state = process_state(run.protocol.device)
@@ -56,7 +57,8 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True)
         for row in run.finished:
             shutil.rmtree(row.batches_folder, ignore_errors=True)
     state.wait_for_everyone()
-    if not _pending(run):
+    pending = sorted((row for row in run.rows if not row.finished), key=lambda row: row is not run.baseline)
+    if not pending:
         return {}
     device = str(state.device) if state.num_processes > 1 and run.protocol.device == "auto" else None
     pipe = load_protocol_pipeline(run.protocol, device)
@@ -64,7 +66,7 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True)
     environment = image_environment(run.protocol, pipe)
     first, *others = gathered(environment)
     for number, other in enumerate(others, 1):
-        if changed := same_images(first, other, [run.protocol.cell(row.name) for row in _pending(run)]):
+        if changed := same_images(first, other, [run.protocol.cell(row.name) for row in pending]):
             raise ElfattError(
                 f"processes 0 and {number} would make different images ({'; '.join(changed)}); "
                 "launch on machines that are alike."
@@ -76,20 +78,18 @@ def generate(run: Run, *, reuse: Sequence[Run] = (), show_progress: bool = True)
         write_cost(run, pipe)
         take_over(run, reuse, functools.partial(print, file=sys.stderr) if show_progress else lambda line: None)
     state.wait_for_everyone()
-    failures = _make_rows(run, pipe, state, show_progress)
+    failures = _make_rows(run, pipe, [row for row in pending if not row.finished], state, show_progress)
     state.wait_for_everyone()
     return failures
 
 
-def _pending(run: Run) -> list[RowFolder]:
-    return sorted((row for row in run.rows if not row.finished), key=lambda row: row is not run.baseline)
-
-
-def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str, str]:
+def _make_rows(
+    run: RunFolder, pipe: Any, pending: Sequence[RowFolder], state: Any, show_progress: bool
+) -> dict[str, str]:
     mine = list(enumerate(run.batches))[state.process_index :: state.num_processes]
-    pending, failures = _pending(run), dict[str, str]()
     todo = {row.name: [each for each in mine if not row.has_batch(*each)] for row in pending}
     total, made = sum(len(batch) for share in todo.values() for _, batch in share), 0
+    failures = dict[str, str]()
     shown = show_progress and state.is_main_process
     # of several processes only one shows it, and knows of its own share alone
     unit = "images" if state.num_processes == 1 else f"images of process 1 of {state.num_processes}"
@@ -115,7 +115,9 @@ def _make_rows(run: Run, pipe: Any, state: Any, show_progress: bool) -> dict[str
     return failures
 
 
-def make_row(run: Run, pipe: Any, row: RowFolder, batches: Numbered, advance: Callable[[int, str], None]) -> str | None:
+def make_row(
+    run: RunFolder, pipe: Any, row: RowFolder, batches: Numbered, advance: Callable[[int, str], None]
+) -> str | None:
     """Make batches of a row, given with their numbers; return why it failed, or None."""
     advance(0, row.name)
     try:
@@ -132,7 +134,7 @@ def make_row(run: Run, pipe: Any, row: RowFolder, batches: Numbered, advance: Ca
 
 
 @torch.no_grad()
-def make_batch(run: Run, pipe: Any, row: RowFolder, number: int, batch: Sequence[Prompt]) -> None:
+def make_batch(run: RunFolder, pipe: Any, row: RowFolder, number: int, batch: Sequence[Prompt]) -> None:
     cell = run.protocol.cell(row.name)
     seeds = [image_seed(run.protocol, cell, prompt.index) for prompt in batch]
     with row_patch(pipe, cell, seeds[0]):
@@ -150,33 +152,32 @@ def make_batch(run: Run, pipe: Any, row: RowFolder, number: int, batch: Sequence
     row.add_batch(number, made)
 
 
-def write_cost(run: Run, pipe: Any = None) -> None:
-    path, identity = run.folder / COST_FILE, run.record.identity
-    if not is_whole(path, Cost, identity):
-        rows = row_costs(run.protocol, load_protocol_pipeline(run.protocol) if pipe is None else pipe)
-        write_json(path, {"identity": identity, "rows": rows})
+def write_cost(run: RunFolder, pipe: Any = None) -> None:
+    path = run.folder / COST_FILE
+    if not is_whole(path, Cost, run.record.identity):
+        write_json(path, costs(run, pipe))
 
 
-def row_costs(protocol: Protocol, pipe: Any) -> dict[str, Any]:
+def costs(run: RunFolder, pipe: Any = None) -> dict[str, Any]:
     """Work out the density of attention and the multiply-adds of an image, of each row but a peer's."""
+    protocol, rows = run.protocol, dict[str, RowCost]()
+    pipe = load_protocol_pipeline(protocol) if pipe is None else pipe
     frames = protocol.frames if protocol.frames > 1 else None
-    calls, rows = protocol.steps * rows_of(pipe, protocol.guidance), dict[str, Any]()
+    calls = protocol.steps * rows_of(pipe, protocol.guidance)
     for cell in protocol.cells:
         if cell.peer:
             continue
         try:
             found = plan(pipe, cell.config(), height=protocol.height, width=protocol.width, frames=frames)
-            call = found.call
+            before, after = found.multiply_adds_before, found.call.after
+            density = found.multiply_adds_after / before if before else 1.0
+            rows[cell.name] = RowCost(density, None if after is None else after * calls)
         except ElfattError as error:
-            rows[cell.name] = {"density": None, "multiply_adds": None, "reason": str(error)}
-            continue
-        density = found.multiply_adds_after / found.multiply_adds_before if found.multiply_adds_before else 1.0
-        adds = None if call.after is None else call.after * calls
-        rows[cell.name] = {"density": density, "multiply_adds": adds, "reason": None}
-    return rows
+            rows[cell.name] = RowCost(reason=str(error))
+    return {"identity": run.record.identity, "rows": {name: asdict(cost) for name, cost in rows.items()}}
 
 
-def take_over(run: Run, others: Sequence[Run], tell: Callable[[str], None]) -> None:
+def take_over(run: RunFolder, others: Sequence[RunFolder], tell: Callable[[str], None]) -> None:
     """Copy the finished rows of other runs that this run would make again with the same bytes.
 
     Weights, prompts, code, versions and device must be those of this run, whose `run.json` is there, as far as they

@@ -33,9 +33,9 @@ from elfatt_sd.evaluation.images import (
     to_uint8,
 )
 from elfatt_sd.evaluation.prompts import run_prompts
-from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, Memory, Protocol, Time
+from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, PeakMemory, Protocol, Time
 from elfatt_sd.evaluation.records import Peaks, read_data, same_images
-from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, Run
+from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, RunFolder
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
 from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios, student_quantile
@@ -46,31 +46,13 @@ _LAUNCHED = re.compile(r"(WORLD_SIZE|RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_.*|
 Report = Callable[[str], None]
 
 
-def measure_time(run: Run, report: Report = print) -> dict[str, Any]:
+def measure_time(run: RunFolder, report: Report = print) -> dict[str, Any]:
     """Time all rows and write `time.json` as a whole; nothing is taken over from an earlier attempt."""
     protocol, settings = run.protocol, run.protocol.time or Time()
+    batch, baseline, begun = settings.batch or protocol.batch, protocol.baseline.name, now()
     pipe = load_protocol_pipeline(protocol)
     environment = image_environment(protocol, pipe)
     run.check_environment(environment)
-    few = f"only {settings.repeats} repeats; take {FEW_REPEATS} or more" if settings.repeats < FEW_REPEATS else None
-    data = {
-        "format": 1,
-        "identity": protocol.identity,
-        "measured": now(),
-        "batch": settings.batch or protocol.batch,
-        "repeats": settings.repeats,
-        "warmup": settings.warmup,
-        "note": few,
-        "ratio": "seconds of the baseline / seconds of the row, in the same round",
-        "environment": environment,
-        **_time_rows(pipe, protocol, settings, report),
-    }
-    write_json(run.folder / TIME_FILE, data)
-    return data
-
-
-def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) -> dict[str, Any]:
-    batch = settings.batch or protocol.batch
     short = dataclasses.replace(protocol, steps=min(WARMUP_STEPS, protocol.steps))
     rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
     failed, errors = dict[str, str](), dict[str, str]()  # what ran out of memory has failed, which is a result
@@ -86,14 +68,30 @@ def _time_rows(pipe: Any, protocol: Protocol, settings: Time, report: Report) ->
         else:
             errors[turn.name] = failed[turn.name] = f"time not measured: {in_plain_words(error)}"
 
+    # not a `Comparison`: a turn has a time for each scope, and a row may be lost in any round
     for turn, seconds in interleave([*rounds], take, range(-settings.warmup, settings.repeats), lose=lose):
         if turn.number >= 0:
             rounds[turn.name].append(seconds)
-    untouched = [] if protocol.baseline.name in failed else rounds[protocol.baseline.name]
-    rows = {
-        name: summarize_time(each, untouched, settings.scopes) for name, each in rounds.items() if name not in failed
+    untouched = [] if baseline in failed else rounds[baseline]
+    few = f"only {settings.repeats} repeats; take {FEW_REPEATS} or more" if settings.repeats < FEW_REPEATS else None
+    data = {
+        "format": 1,
+        "identity": protocol.identity,
+        "measured": begun,
+        "batch": batch,
+        "repeats": settings.repeats,
+        "warmup": settings.warmup,
+        "note": few,
+        "ratio": "seconds of the baseline / seconds of the row, in the same round",
+        "environment": environment,
+        "rows": {
+            name: {"failed": failed[name]} if name in failed else summarize_time(each, untouched, settings.scopes)
+            for name, each in rounds.items()
+        },
+        "errors": errors,
     }
-    return {"rows": {name: rows.get(name) or {"failed": failed[name]} for name in rounds}, "errors": errors}
+    write_json(run.folder / TIME_FILE, data)
+    return data
 
 
 @torch.no_grad()
@@ -131,7 +129,7 @@ def summarize_time(
     return rows
 
 
-def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
+def measure_memory(run: RunFolder, report: Report = print) -> dict[str, Any]:
     """Measure all rows and write `memory.json` after each, so that a killed run goes on with the next row.
 
     Rows whose programs are the same (the untouched pipeline and the null row) share one measurement. Out of
@@ -153,9 +151,8 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
         data = {"format": 1, "identity": protocol.identity, "measured": now(), "environment": environment}
         data |= {"rows": {}, "programs": {}, "errors": {}}
     rows, programs, errors = data["rows"], data["programs"], data["errors"]
-    for name in errors:
-        rows.pop(name, None)
-    errors.clear()
+    while errors:
+        rows.pop(errors.popitem()[0], None)
     for cell in protocol.cells:
         if cell.name in rows:
             continue
@@ -179,7 +176,7 @@ def measure_memory(run: Run, report: Report = print) -> dict[str, Any]:
 def _measure_row(protocol: Protocol, cell: Cell, report: Report) -> dict[str, Any]:
     place = f"row {protocol.cells.index(cell) + 1} of {len(protocol.cells)}"
     peaks, notes, kind = dict[int, float](), list[str](), None
-    for batch in sorted(set((protocol.memory or Memory()).batches)):
+    for batch in sorted(set((protocol.memory or PeakMemory()).batches)):
         report(f"memory: {place}, {cell.name}, batch {batch}")
         result = run_worker(protocol, cell, batch)
         if "failed" in result:
@@ -239,7 +236,7 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
 def measure_peak(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     """Run a row once in this process and read its peak; and where the meter cannot start again, that of loading."""
     pipe = load_protocol_pipeline(protocol)
-    short = dataclasses.replace(protocol, steps=(protocol.memory or Memory()).steps or protocol.steps)
+    short = dataclasses.replace(protocol, steps=(protocol.memory or PeakMemory()).steps or protocol.steps)
     meter = PeakMeter(denoiser(pipe).device)
     loading = 0 if meter.restart() else meter.read() or 0
     prompts, seeds = _given(protocol, cell, batch)

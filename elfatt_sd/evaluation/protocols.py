@@ -114,7 +114,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceChoice:
     source: str = ""  # folder, parquet, `.npz` of statistics, or `toy` (renders)
     count: Annotated[int, Meta(ge=1, le=1_000_000_000)] = 50_000  # number of images that there must be
     allow_count: bool = False  # accept another number, which the metric's name then says
@@ -139,7 +139,7 @@ class Time:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """How memory is measured: one fresh process for every row and batch size."""
 
     # batch sizes, the points of the regression. A file may say [] to measure none.
@@ -186,9 +186,9 @@ class Protocol:
     inception_weights: str = ""  # file of Inception's weights, for use without a network
     inception_sha256: str = ""  # hash that this file must have; empty takes the published one
     metrics: tuple[MetricChoice, ...] = ()  # further metrics
-    reference: Reference = field(default_factory=Reference)  # the images to compare with
+    reference: ReferenceChoice = field(default_factory=ReferenceChoice)  # the images to compare with
     time: Time | None = None  # how time is measured; None leaves it out
-    memory: Memory | None = None  # how memory is measured; None leaves it out
+    memory: PeakMemory | None = None  # how memory is measured; None leaves it out
     # printed figures that the report compares with ours: `source`, and `rows`. A file may name another protocol that
     # has them.
     published: Mapping[str, Any] = field(default_factory=dict)
@@ -363,7 +363,7 @@ def _make_quick(data: dict[str, Any], limit: int) -> None:
             timing["repeats"] = min(timing.get("repeats", Time.repeats), limit)
             timing["batch"] = min(timing.get("batch") or data.get("batch", 1), limit)
         if memory is not None:
-            memory["batches"] = sorted(set(memory.get("batches", Memory.batches)))[:2]
+            memory["batches"] = sorted(set(memory.get("batches", PeakMemory.batches)))[:2]
             memory["steps"] = min(memory.get("steps") or data.get("steps", QUICK_STEPS), QUICK_STEPS)
 
 

@@ -146,7 +146,7 @@ class Paired(Struct, frozen=True):
     cosine: Changes = Changes()
 
 
-class ScoredRow(Struct, frozen=True):
+class ScoredRow(Struct):
     images: Index | None = None
     classes: Index | None = None
     distances: dict[str, Figure] = {}
@@ -239,7 +239,7 @@ class Peaks(Struct, frozen=True):
     format: Literal[1] = 1
 
 
-class ResultRow(ScoredRow, frozen=True):
+class ResultRow(ScoredRow):
     cell: str = ""  # the folder of its images
     label: str = ""  # the method's name in tables
     method: str = ""
@@ -250,18 +250,6 @@ class ResultRow(ScoredRow, frozen=True):
     memory: MemoryRow = MemoryRow()
     cost: RowCost = RowCost()
     failed: str | None = None
-
-
-class ResultsRecord(Struct, frozen=True):
-    format: Literal[1]
-    rows: list[ResultRow]
-    name: str = "unnamed protocol"
-    description: str = ""
-    identity: str = ""
-    protocol: dict[str, Any] = {}
-    environment: dict[str, Any] = {}
-    reference: dict[str, ReferenceRecord] = {}
-    published: dict[str, Any] = {}
 
 
 def without_nulls(data: Any) -> Any:

@@ -33,7 +33,7 @@ from elfatt_sd.evaluation.extraction import (
     together,
 )
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.protocols import Reference as Wanted
+from elfatt_sd.evaluation.protocols import ReferenceChoice
 from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.statistics import (
     KERNEL_SAMPLE,
@@ -85,7 +85,7 @@ def resized(picture: Any, size: int, resize: str, filter: str) -> Pixels:
 
 
 def build_reference(
-    wanted: Wanted,
+    wanted: ReferenceChoice,
     extractor: Extractor,
     classes: Sequence[int] = (),  # for renders, in proportion to which they are drawn; all by default
     *,
@@ -97,9 +97,9 @@ def build_reference(
     A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
     work, and the first one decides; two runs that need the same reference wait for each other.
     """
-    if wanted.source.lower().endswith(MOMENTS):
-        return together(lambda: _from_moments(wanted, extractor))
-    pictures, identity = together(lambda: check_images(wanted, extractor, classes))
+    pictures, identity = together(lambda: check_reference(wanted, extractor, classes))
+    if isinstance(pictures, Reference):
+        return pictures
     first, *others = gathered(identity)
     for number, other in enumerate(others, 1):
         if other != first:
@@ -119,8 +119,7 @@ def build_reference(
     kept = _kept(folder, extractor.dimension)
     if kept is None:
         raise ElfattError(f"cache {folder} is damaged; give the same command to compute it again.")
-    data, mean, covariance, sample = kept
-    count, unreadable = data["count"], data["unreadable"]
+    count, unreadable = kept.description["count"], kept.description["unreadable"]
     if count != wanted.count and not wanted.allow_count and unreadable:
         raise ElfattError(
             f"reference {wanted.source}: {len(unreadable)} images cannot be read, first {unreadable[0]}, all in "
@@ -128,21 +127,20 @@ def build_reference(
             f"{count}, which the metric's name will then say."
         )
     _check_count(wanted, count)
-    description = {key: value for key, value in data.items() if key != "format"}
-    suffix = "" if wanted.source == "toy" else _suffix(count, data["resize"], data["size"])
-    return Reference(mean, covariance, sample, identity, suffix, description)
+    return kept
 
 
-def check_reference(wanted: Wanted, extractor: Extractor, classes: Sequence[int] = ()) -> str:
-    """Check all that `build_reference` checks before it computes, and return the `identity` of what it gives."""
-    if wanted.source.lower().endswith(MOMENTS):
-        return _from_moments(wanted, extractor).identity
-    return check_images(wanted, extractor, classes)[1]
+def check_reference(
+    wanted: ReferenceChoice, extractor: Extractor, classes: Sequence[int] = ()
+) -> tuple[Source | Reference, str]:
+    """Return the images, of which there are as many as there must be, and the hash of them and all preprocessing.
 
-
-def check_images(wanted: Wanted, extractor: Extractor, classes: Sequence[int] = ()) -> tuple[Source, str]:
-    """Return the images, of which there are as many as there must be, and the hash of them and all preprocessing."""
+    Of a file of moments, which needs no images, return the reference itself.
+    """
     check_exists(wanted.source)
+    if wanted.source.lower().endswith(MOMENTS):
+        reference = _from_moments(wanted, extractor)
+        return reference, reference.identity
     if wanted.source == "toy":
         pictures = renders(wanted.count, classes)
         fingerprint = pictures.fingerprint
@@ -155,11 +153,11 @@ def check_images(wanted: Wanted, extractor: Extractor, classes: Sequence[int] = 
     return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
 
 
-def _recipe(wanted: Wanted) -> dict[str, Any]:
+def _recipe(wanted: ReferenceChoice) -> dict[str, Any]:
     return {"size": wanted.size, "resize": wanted.resize, "filter": wanted.filter}
 
 
-def _check_count(wanted: Wanted, count: int) -> None:
+def _check_count(wanted: ReferenceChoice, count: int) -> None:
     if count != wanted.count and not wanted.allow_count:
         remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
         raise ElfattError(f"reference {wanted.source} has {count} images; accepted are {wanted.count}, or {remedy}.")
@@ -236,13 +234,15 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
 
 
 class _Record(msgspec.Struct, frozen=True):
+    source: str
+    identity: str
     count: Annotated[int, msgspec.Meta(ge=2)]
     unreadable: list[str]
     resize: str
     size: int
 
 
-def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], Tensor, Tensor, np.ndarray[Any, Any]] | None:
+def _kept(folder: Path, dimension: int) -> Reference | None:
     try:
         data = read_data(folder / "reference.json", _Record, "")
         if data is None:
@@ -254,13 +254,14 @@ def _kept(folder: Path, dimension: int) -> tuple[dict[str, Any], Tensor, Tensor,
     wanted = (dimension, data["count"], min(data["count"], KERNEL_SAMPLE))
     if sample is None or (len(mean), count, len(sample)) != wanted or not is_finite(sample):
         return None
-    return data, mean, covariance, sample
+    description = {key: value for key, value in data.items() if key != "format"}
+    suffix = "" if data["source"] == "toy" else _suffix(data["count"], data["resize"], data["size"])
+    return Reference(mean, covariance, sample, data["identity"], suffix, description)
 
 
-def _from_moments(wanted: Wanted, extractor: Extractor) -> Reference:
+def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
     path = Path(wanted.source)
-    check_exists(wanted.source)
     mean, covariance, count = load_moments(path)
     if len(mean) != extractor.dimension:
         needed = f"extractor {extractor.name} needs {extractor.dimension}"

@@ -13,21 +13,10 @@ from typing import Any
 import msgspec
 
 from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.evaluation import records
 from elfatt_sd.evaluation.extraction import process_state, scoring_device
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Protocol, decisive, differences
-from elfatt_sd.evaluation.records import (
-    Cost,
-    Failure,
-    MadeImage,
-    Peaks,
-    RunRecord,
-    Scores,
-    Times,
-    read_data,
-    same_images,
-    without_intervals_of_few,
-)
 from elfatt_sd.files import (
     folder_lock,
     is_full,
@@ -42,9 +31,15 @@ from elfatt_sd.measure import now
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
 STAGES_FILE, COST_FILE, RESULTS_FILE = "stages.json", "cost.json", "results.json"
-STAGE_FILES = {SCORES_FILE: Scores, TIME_FILE: Times, MEMORY_FILE: Peaks, COST_FILE: Cost}
+STAGE_FILES = {
+    SCORES_FILE: records.Scores,
+    TIME_FILE: records.Times,
+    MEMORY_FILE: records.Peaks,
+    COST_FILE: records.Cost,
+}
 FORMAT = 1  # of `results.json`
 _LOST = "put the file back from a copy, as what made the images is recorded nowhere else; or give a new folder"
+_NEW_FOLDER = "give a new folder, and --reuse {} to take over the rows that stay the same"
 _SCORED = ("images", "classes", "distances", "paired", "accuracy", "most_changed", "metrics")
 
 
@@ -70,15 +65,15 @@ class RowFolder:
 
     @property
     def failure(self) -> str | None:
-        found = read_typed(self.failure_file, Failure, "delete it")
+        found = read_typed(self.failure_file, records.Failure, "delete it")
         return None if found is None else found.reason
 
-    def made_images(self) -> list[MadeImage]:
+    def made_images(self) -> list[records.MadeImage]:
         if not self.finished:
             raise ElfattError(f"{self.manifest} does not exist; row {self.name!r} is not made yet.")
         return self.known_images()
 
-    def known_images(self) -> list[MadeImage]:
+    def known_images(self) -> list[records.MadeImage]:
         """Return what was generated so far, also where the row is not finished."""
         if self.finished:
             return _images_in(self.manifest, f"delete the file to make row {self.name!r} again")
@@ -93,7 +88,7 @@ class RowFolder:
             return False
         return [each.index for each in made] == [each.index for each in prompts]
 
-    def add_batch(self, number: int, made: Sequence[MadeImage]) -> None:
+    def add_batch(self, number: int, made: Sequence[records.MadeImage]) -> None:
         write_file(self.batch_file(number), msgspec.json.Encoder().encode_lines(made))
 
     def finish(self, manifest: bytes) -> None:
@@ -105,8 +100,8 @@ class RowFolder:
         write_json(self.failure_file, {"reason": reason})
 
 
-def _images_in(path: Path, remedy: str) -> list[MadeImage]:
-    made, decoder = list[MadeImage](), msgspec.json.Decoder(MadeImage)
+def _images_in(path: Path, remedy: str) -> list[records.MadeImage]:
+    made, decoder = list[records.MadeImage](), msgspec.json.Decoder(records.MadeImage)
     for number, line in enumerate(read_plain(path).split(b"\n"), 1):  # a prompt may hold other marks that end lines
         try:
             made += [decoder.decode(line)] if line.strip() else []
@@ -116,12 +111,12 @@ def _images_in(path: Path, remedy: str) -> list[MadeImage]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFolder:
     folder: Path  # of the run; it need not be there yet
     protocol: Protocol  # what is evaluated
 
     @classmethod
-    def open(cls, folder: Path) -> Run:
+    def open(cls, folder: Path) -> RunFolder:
         record = _read_record(folder)
         try:
             return cls(folder, Protocol.from_dict(record.protocol))
@@ -152,13 +147,13 @@ class Run:
         size = self.protocol.batch
         return [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
 
-    def lists_its_prompts(self, row: RowFolder, made: Sequence[MadeImage]) -> bool:
+    def lists_its_prompts(self, row: RowFolder, made: Sequence[records.MadeImage]) -> bool:
         first = self.protocol.seed + self.protocol.cell(row.name).seed_offset
         wanted = [(each.index, each.text, each.class_index, first + each.index) for each in self.prompts]
         return [(each.index, each.prompt, each.class_index, each.seed) for each in made] == wanted
 
     @property
-    def record(self) -> RunRecord:
+    def record(self) -> records.RunRecord:
         return _read_record(self.folder)
 
     @property
@@ -179,17 +174,18 @@ class Run:
         record, now = self.record, self.protocol.to_dict()
         if record.identity != self.protocol.identity:
             listed = "; ".join(differences(decisive(record.protocol), decisive(now))) or "the file was edited"
-            raise ElfattError(f"{self.folder} holds a run of another specification ({listed}); {self._new_folder}.")
+            remedy = _NEW_FOLDER.format(self.folder)
+            raise ElfattError(f"{self.folder} holds a run of another specification ({listed}); {remedy}.")
         if record.protocol != now:  # a description or a printed figure was mended
             self.begin(record.environment)
 
     def check_environment(self, environment: Mapping[str, Any]) -> None:
         """Refuse to go on where images would come out differently."""
         begun = [self.protocol.cell(row.name) for row in self.rows if row.finished or row.batches_folder.is_dir()]
-        if self.begun and (changed := same_images(self.record.environment, environment, begun)):
+        if self.begun and (changed := records.same_images(self.record.environment, environment, begun)):
             raise ElfattError(
                 f"{self.folder} was begun where images come out differently ({'; '.join(changed)}); "
-                f"go on there, or {self._new_folder}."
+                f"go on there, or {_NEW_FOLDER.format(self.folder)}."
             )
 
     def begin(self, environment: Mapping[str, Any]) -> None:
@@ -197,10 +193,6 @@ class Run:
         data = {"format": 1, "name": self.protocol.name, "identity": self.protocol.identity, "created": created}
         data |= {"protocol": self.protocol.to_dict(), "environment": dict(environment)}
         write_json(self.folder / RUN_FILE, data)
-
-    @property
-    def _new_folder(self) -> str:
-        return f"give a new folder, and --reuse {self.folder} to take over the rows that stay the same"
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[bool]:
@@ -213,18 +205,14 @@ class Run:
         """Return the rows with everything that was measured so far; what was not is None."""
         record, protocol = self.record, self.protocol
         remedy = "delete the file, and give the `eval run` command again"
-        found = {
-            name: read_data(self.folder / name, shape, remedy, record.identity) or {}
+        scores, times, peaks, costs = (
+            records.read_data(self.folder / name, shape, remedy, record.identity) or {"rows": {}}
             for name, shape in STAGE_FILES.items()
-        }
-        environment, time = dict(record.environment), found[TIME_FILE]
-        if time:
-            kept = ("measured", "environment", "note")
-            environment["timing"] = {key: time[key] for key in kept if time.get(key)}
+        )
+        timing = {key: times[key] for key in ("measured", "environment", "note") if times.get(key)}
         rows = []
         for cell, row in zip(protocol.cells, self.rows, strict=True):
-            score, timed, memory, cost = (data.get("rows", {}).get(row.name) or {} for data in found.values())
-            images = score.get("images")
+            score = scores["rows"].get(cell.name) or {"images": len(row.made_images()) if row.finished else None}
             rows.append(
                 {
                     "cell": cell.name,
@@ -234,10 +222,9 @@ class Run:
                     "settings": cell.shown,
                     "role": cell.role,
                     **{key: score.get(key) for key in _SCORED},
-                    "images": len(row.made_images()) if images is None and row.finished else images,
-                    "time": timed or None,
-                    "memory": memory or None,
-                    "cost": cost or None,
+                    "time": times["rows"].get(cell.name),
+                    "memory": peaks["rows"].get(cell.name),
+                    "cost": costs["rows"].get(cell.name),
                     "failed": row.failure,
                 }
             )
@@ -248,9 +235,9 @@ class Run:
             "identity": record.identity,
             "created": record.created,
             "protocol": record.protocol,
-            "environment": environment,
-            "reference": found[SCORES_FILE].get("references"),
-            "rows": without_intervals_of_few(rows),
+            "environment": {**record.environment, **({"timing": timing} if timing else {})},
+            "reference": scores.get("references"),
+            "rows": records.without_intervals_of_few(rows),
             "published": record.protocol.get("published") or None,
         }
 
@@ -260,8 +247,8 @@ class Run:
         return results
 
 
-def _read_record(folder: Path) -> RunRecord:
-    record = read_typed(folder / RUN_FILE, RunRecord, _LOST)
+def _read_record(folder: Path) -> records.RunRecord:
+    record = read_typed(folder / RUN_FILE, records.RunRecord, _LOST)
     if record is None:
         raise ElfattError(f"{folder} holds no run ({RUN_FILE} is missing); give a folder that `eval run` has made.")
     return record

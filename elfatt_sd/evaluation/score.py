@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,9 @@ from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import SCORES_FORMAT
 from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
-from elfatt_sd.evaluation.run import SCORES_FILE, Run, clear_disk_errors
+from elfatt_sd.evaluation.run import SCORES_FILE, RunFolder, clear_disk_errors
 from elfatt_sd.evaluation.statistics import (
-    Estimate,
+    ClassEstimate,
     Interval,
     batches,
     cmmd,
@@ -58,7 +58,7 @@ K1, K2 = 0.01, 0.03
 
 
 def score_run(
-    run: Run,
+    run: RunFolder,
     extractors: Sequence[Extractor] | None = None,
     *,
     folder: Path | None = None,
@@ -135,7 +135,7 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[st
     check_feature_metrics(protocol.metrics, extractors)
     metrics = load_metrics(protocol.metrics, network_device(protocol))
     wanted, classes = protocol.reference, _classes(protocol)
-    found = {each.distance_name: check_reference(wanted, each, classes) for each in extractors}
+    found = {each.distance_name: check_reference(wanted, each, classes)[1] for each in extractors}
     return found | {f"metric {each.name}": each.identity for each in metrics}
 
 
@@ -145,10 +145,11 @@ def _classes(protocol: Protocol) -> list[int]:
 
 @dataclass(frozen=True)
 class Known:
-    estimate: Estimate
+    estimate: ClassEstimate
     better: Better = "lower"
     limit: FrechetFigures | None = None  # of a Frechet distance: what it is with infinitely many images
     interval: Interval | None = None  # where it is not that of the estimate
+    compares: bool = False  # a difference to the untouched pipeline itself: it has an interval and no verdict
 
 
 @dataclass(frozen=True)
@@ -172,11 +173,8 @@ class Scorer:
     progress: Progress | None = None
 
     def measure(self, images: Images) -> Measured:
-        row = Measured(images)
-        for metric in self.metrics:
-            if not metric.compares:
-                values = self._values(metric, images)
-                row.metrics[metric.name] = Known(Estimate.mean(values, images.classes), metric.better)
+        own = (metric for metric in self.metrics if not metric.compares)
+        row = Measured(images, metrics={metric.name: self._mean(metric, images) for metric in own})
         for scale in self.scales:
             scale.measure(row, {choice.metric for choice in self.protocol.metrics})
         toy = [scale for scale in self.scales if self.protocol.of_toy and scale.extractor.name == "toy"]
@@ -188,35 +186,30 @@ class Scorer:
             right = {name: (found == each).double() for (name, found), each in zip(seen.items(), wanted, strict=True)}
             for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
                 interval = share_interval(values, images.classes, len(right) if name == "mean" else 1)
-                row.accuracy[name] = Known(Estimate.mean(values, images.classes), "higher", interval=interval)
+                row.accuracy[name] = Known(ClassEstimate.mean(values, images.classes), "higher", interval=interval)
         return row
 
     def score(self, row: Measured, baseline: Measured | None) -> dict[str, Any]:
         """Return what `scores.json` has of a row; without a baseline, of the baseline itself."""
-        images, paired, lowest, metrics = row.images, None, [], {}
+        images, paired, lowest, metrics = row.images, None, [], row.metrics
         if baseline:
             device = torch.device(network_device(self.protocol))
             changes = pair_changes(images, baseline.images, self.cache, device, self.progress)
             paired = self._paired(row, baseline, changes)
             order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
             lowest = [index for index in order if changes[index, 0].isfinite()]  # identical ones are left out
-            for metric in self.metrics:
-                if metric.compares:  # a difference itself: it has an interval and no verdict
-                    mean = Estimate.mean(self._values(metric, images, baseline.images), images.classes)
-                    figure = {"value": mean.value, "interval": mean.interval(), "better": metric.better}
-                    metrics[metric.name] = {**figure, "compares": True}
-        rows: dict[str, dict[str, Any]] = {}
-        for part in ("distances", "accuracy", "metrics"):
-            before = getattr(baseline, part) if baseline else None
-            rows[part] = _compared(getattr(row, part), before, images.classes, named=part == "metrics")
+            others = (metric for metric in self.metrics if metric.compares)
+            metrics = {metric.name: self._mean(metric, images, baseline.images) for metric in others} | metrics
+        figures = replace(row, metrics=metrics)
+        compared = {part: _compared(figures, baseline, part) for part in ("distances", "accuracy", "metrics")}
         return {
             "images": len(images.paths),
             "classes": len(set(images.classes)),
-            "distances": rows["distances"],
+            "distances": compared["distances"],
             "paired": paired,
-            "accuracy": rows["accuracy"] or None,
+            "accuracy": compared["accuracy"] or None,
             "most_changed": lowest,
-            **({"metrics": metrics | rows["metrics"]} if self.protocol.metrics else {}),
+            **({"metrics": compared["metrics"]} if self.protocol.metrics else {}),
         }
 
     def _paired(self, row: Measured, baseline: Measured, changes: Tensor) -> dict[str, Any]:
@@ -244,8 +237,8 @@ class Scorer:
             found["cosine"] = {**_summary(each, classes, -1.0, 1.0), "extractor": scale.extractor.name}
         return found
 
-    def _values(self, metric: ImageMetric, images: Images, baseline: Images | None = None) -> Tensor:
-        """One number for each image, `[n]` float64; kept in the cache."""
+    def _mean(self, metric: ImageMetric, images: Images, baseline: Images | None = None) -> Known:
+        """The mean of one number for each image, `[n]` float64; these are kept in the cache."""
         parts = [metric.identity, images.identity, list(images.texts), baseline.identity if baseline else ""]
 
         def compute() -> Tensor:
@@ -257,7 +250,8 @@ class Scorer:
             return values
 
         path = self.cache / f"{images.name}-metric-{sha256_of_data(parts)[:16]}.npy"
-        return _kept(path, compute, len(images.paths))
+        values = _kept(path, compute, len(images.paths))
+        return Known(ClassEstimate.mean(values, images.classes), metric.better, compares=metric.compares)
 
 
 def _kept(path: Path, compute: Callable[[], Tensor], *shape: int) -> Tensor:
@@ -273,28 +267,28 @@ def _kept(path: Path, compute: Callable[[], Tensor], *shape: int) -> Tensor:
     return values
 
 
-def _compared(
-    figures: dict[str, Known], before: dict[str, Known] | None, classes: Sequence[int], *, named: bool
-) -> dict[str, Any]:
+def _compared(row: Measured, baseline: Measured | None, part: str) -> dict[str, Any]:
     """Return figures as they are published, and their paired differences to the untouched pipeline with verdicts.
 
-    The difference of a Frechet distance is that of infinitely many images. `named` ones say which values are better.
+    The difference of a Frechet distance is that of infinitely many images. Metrics say which values are better.
     """
     rows: dict[str, Any] = {}
+    figures: dict[str, Known] = getattr(row, part)
     for name, known in figures.items():
         estimate, better, limit = known.estimate, known.better, known.limit
         rows[name] = {"value": estimate.value, "interval": known.interval or estimate.interval()}
-        rows[name] |= {"better": better} if named else {}
-        if before is None:
-            continue
-        other = before[name]
-        moved = estimate - other.estimate
-        value, interval = moved.value, moved.interval()
-        if limit and other.limit:
-            value, interval = limit.limit_difference(other.limit)
-        said = verdict(interval, even_classes(classes), lower_is_better=better == "lower")
-        rows[name]["difference"] = {"value": value, "interval": interval, **({"verdict": said} if better else {})}
-        rows[name]["difference"] |= {"images": "infinite"} if limit else {}
+        rows[name] |= {"better": better} if part == "metrics" else {}
+        if known.compares:
+            rows[name]["compares"] = True
+        elif baseline is not None:
+            other: Known = getattr(baseline, part)[name]
+            moved = estimate - other.estimate
+            value, interval = moved.value, moved.interval()
+            if limit and other.limit:
+                value, interval = limit.limit_difference(other.limit)
+            said = verdict(interval, even_classes(row.images.classes), lower_is_better=better == "lower")
+            rows[name]["difference"] = {"value": value, "interval": interval, **({"verdict": said} if better else {})}
+            rows[name]["difference"] |= {"images": "infinite"} if limit else {}
     return rows
 
 
@@ -390,7 +384,7 @@ def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[s
     """The mean of one number per image with its 95 % interval, median, quartiles and lowest; None without images."""
     if not len(values):
         return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
-    mean = Estimate.mean(values, classes)
+    mean = ClassEstimate.mean(values, classes)
     ends = mean.interval(least=low)
     quartiles = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
     return {

@@ -16,14 +16,15 @@ from typing import Any
 
 from elfatt_sd.errors import REPORT, ElfattError, ElfattFailure, need
 from elfatt_sd.evaluation.extraction import by_first, check_exists, every_minute, is_first, leave_processes
-from elfatt_sd.evaluation.generate import generate, row_costs, write_cost
+from elfatt_sd.evaluation.generate import costs, generate, write_cost
 from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
 from elfatt_sd.evaluation.metrics import load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import TOLERANCE, Protocol, decisive, unequal
-from elfatt_sd.evaluation.records import SCORES_FORMAT, ResultsRecord, is_whole, read_data
+from elfatt_sd.evaluation.records import SCORES_FORMAT, is_whole, read_data
 from elfatt_sd.evaluation.report import load_results, write_report
+from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.run import (
     COST_FILE,
     MEMORY_FILE,
@@ -34,7 +35,7 @@ from elfatt_sd.evaluation.run import (
     STAGES_FILE,
     TIME_FILE,
     RowFolder,
-    Run,
+    RunFolder,
     clear_disk_errors,
 )
 from elfatt_sd.evaluation.score import build_references, load_extractors, network_device, score_inputs, score_run
@@ -57,7 +58,7 @@ _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
 _ROUNDING = 1e-9
 
 
-def to_do(run: Run) -> str:
+def to_do(run: RunFolder) -> str:
     protocol, batches, done = run.protocol, list(enumerate(run.batches)), _done_before(run)
     left = [each for row in run.rows if not row.finished for number, each in batches if not row.has_batch(number, each)]
     wanted = {"score": True, "time": protocol.time is not None, "memory": protocol.memory is not None, "report": True}
@@ -65,14 +66,14 @@ def to_do(run: Run) -> str:
     return ", ".join([*parts, *(stage for stage in wanted if wanted[stage] and stage not in done)]) or "nothing"
 
 
-def _done_before(run: Run) -> dict[str, str]:
+def _done_before(run: RunFolder) -> dict[str, str]:
     """Return the hash of what each stage was made from, by its name."""
     with contextlib.suppress(ElfattError):
         return read_typed(run.folder / STAGES_FILE, dict[str, str], "") or {}
     return {}
 
 
-def extent(run: Run) -> str:
+def extent(run: RunFolder) -> str:
     """Say how many images a run has, and what they take of the disk, as an estimate."""
     protocol, count = run.protocol, len(run.prompts) * len(run.rows)
     needed = count * protocol.frames * protocol.height * protocol.width * _PNG_BYTES_PER_PIXEL / 2**30
@@ -81,8 +82,8 @@ def extent(run: Run) -> str:
     return f"{count} images, {len(run.prompts)} a row, about {needed:.2g} GiB of disk ({free:.3g} GiB are free)"
 
 
-def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[], Any]]:
-    """Return what is to be tried before anything is loaded, also for scores; each raises an `ElfattError`."""
+def first_checks(protocol: Protocol, *, scored: bool = True) -> Iterator[Callable[[], Any]]:
+    """Yield what is to be tried before anything is loaded, also for scores; each raises an `ElfattError`."""
 
     def prompts() -> None:
         count = len(run_prompts(protocol))
@@ -96,19 +97,17 @@ def first_checks(protocol: Protocol, *, scored: bool = True) -> list[Callable[[]
             what = f"inception_weights={protocol.inception_weights!r}"
             raise ElfattError(f"{what} is not a file; give the one that Inception's weights are in.")
 
-    checks: list[Callable[[], Any]] = [
-        lambda: pick_dtype(protocol.dtype, pick_device(protocol.device)),
-        lambda: check_model(protocol.model, variant=protocol.variant or None),
-        prompts,
-    ]
+    yield lambda: pick_dtype(protocol.dtype, pick_device(protocol.device))
+    yield lambda: check_model(protocol.model, variant=protocol.variant or None)
+    yield prompts
     if scored:
-        checks += [lambda: need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers)), weights]
-    if scored and protocol.extractors:
-        checks.append(lambda: check_exists(protocol.reference.source))
-    return checks
+        yield lambda: need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers))
+        yield weights
+        if protocol.extractors:
+            yield lambda: check_exists(protocol.reference.source)
 
 
-def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
+def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
     protocol, found = run.protocol, dict[str, None]()
 
@@ -123,13 +122,12 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
         except ElfattError as error:
             found[f"{where}{error}"] = None
 
-    try:
+    with noted():
         pick_dtype(protocol.dtype, pick_device(protocol.device))
-    except ElfattError as error:
-        found[str(error)] = None
-        protocol = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
+    if found:  # go on to the other obstacles
+        protocol = dataclasses.replace(protocol, device="cpu", dtype="float32")
     checks: list[Callable[[], Any]] = [lambda: check_writable(run.folder), run.check]
-    checks += [functools.partial(Run.open, other) for other in reuse]
+    checks += [functools.partial(RunFolder.open, other) for other in reuse]
     checks += first_checks(protocol)
     checks += [functools.partial(load_metrics, [each], network_device(protocol)) for each in protocol.metrics]
     checks += [functools.partial(scores, extractors=(each,), metrics=()) for each in protocol.extractors]
@@ -147,7 +145,7 @@ def obstacles(run: Run, reuse: Sequence[Path] = ()) -> list[str]:
 
 
 def evaluate(
-    run: Run, report: Report = print, *, reuse: Sequence[Run] = (), show_progress: bool = True
+    run: RunFolder, report: Report = print, *, reuse: Sequence[RunFolder] = (), show_progress: bool = True
 ) -> dict[str, str]:
     """Go through all stages of a run; what is finished already is not done again.
 
@@ -187,7 +185,7 @@ def evaluate(
         return {name: "; ".join(each) for name, each in reasons.items()}
 
 
-def score(run: Run, report: Report = print) -> None:
+def score(run: RunFolder, report: Report = print) -> None:
     """Score the images of a run, building the reference if it is not cached; skipped where nothing changed."""
     if not run.baseline.finished:
         reason = run.baseline.failure or "it is not generated yet"
@@ -200,7 +198,12 @@ def score(run: Run, report: Report = print) -> None:
 
 
 def _once(
-    run: Run, name: str, output: str, report: Report, action: Callable[[], Any], inputs: Mapping[str, str] | None = None
+    run: RunFolder,
+    name: str,
+    output: str,
+    report: Report,
+    action: Callable[[], Any],
+    inputs: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Do a stage unless the file that it writes last is there and was made from the same inputs.
 
@@ -228,7 +231,7 @@ def _once(
     return errors
 
 
-def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
+def verify_run(run: RunFolder, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
     """Compare images with their hashes, scores and cost with new ones, and the results with the files of the stages."""
     record = run.record
     problems = [problem for row in run.rows for problem in _wrong_images(run, row)]
@@ -246,16 +249,12 @@ def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = 
                 score_run(run, folder=Path(name), progress=progress)  # there is nothing of what was computed before
                 return read_json(Path(name) / SCORES_FILE, "")
 
-    def cost() -> dict[str, Any]:
-        return {"identity": record.identity, "rows": row_costs(run.protocol, load_protocol_pipeline(run.protocol))}
-
-    computed = [(SCORES_FILE, scores, TOLERANCE), (COST_FILE, cost, _ROUNDING)] if recompute else []
+    computed = [(SCORES_FILE, scores, TOLERANCE), (COST_FILE, lambda: costs(run), _ROUNDING)] if recompute else []
     for name, compute, tolerance in [*computed, (RESULTS_FILE, run.results, 0.0)]:
-        path, of_stage = run.folder / name, name in STAGE_FILES
-        remedy = "it was edited" if of_stage else "`elfatt-sd eval report` writes it again"
-        shape: Any = STAGE_FILES.get(name, ResultsRecord)
+        path, shape = run.folder / name, STAGE_FILES.get(name)
+        remedy = "it was edited" if shape else "`elfatt-sd eval report` writes it again"
         try:
-            recorded = read_data(path, shape, remedy, record.identity if of_stage else None)
+            recorded = read_data(path, shape or Results, remedy, record.identity if shape else None)
         except ElfattError as error:
             problems.append(str(error))
             continue
@@ -271,7 +270,7 @@ def verify_run(run: Run, *, recompute: bool = True, progress: Progress | None = 
     return problems
 
 
-def _wrong_images(run: Run, row: RowFolder) -> Iterator[str]:
+def _wrong_images(run: RunFolder, row: RowFolder) -> Iterator[str]:
     try:
         if row.failure is not None:
             return

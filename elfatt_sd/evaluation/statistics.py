@@ -39,27 +39,27 @@ LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's int
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ClassEstimate:
     """A figure and how far each class moves it."""
 
     value: float  # the figure
     moves: Tensor  # `[k, g]` float64, the part of each of g classes in the figure's deviation, by k kinds of jackknife
 
     @classmethod
-    def mean(cls, values: Tensor, groups: Groups) -> Estimate:
+    def mean(cls, values: Tensor, groups: Groups) -> ClassEstimate:
         """The mean of one number per image, `[n]`, with the class of each."""
         values = values.to(torch.float64)
         return cls.linear(values.mean().item(), values - values.mean(), groups)
 
     @classmethod
-    def linear(cls, value: float, influence: Tensor, groups: Groups) -> Estimate:
+    def linear(cls, value: float, influence: Tensor, groups: Groups) -> ClassEstimate:
         """A figure by its derivative in the weight of each image, `[n]`, which sums to 0 (infinitesimal jackknife)."""
         classes, place = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True)
         sums = torch.zeros(len(classes), dtype=torch.float64, device="cpu").index_add_(0, place, influence)
         return cls(value, sums[None] / len(influence))
 
     @classmethod
-    def jackknife(cls, value: float, without: Tensor, slope: Tensor) -> Estimate:
+    def jackknife(cls, value: float, without: Tensor, slope: Tensor) -> ClassEstimate:
         """A figure by what it is without each class, and by its derivative in the class's weight.
 
         To leave out is right where one class changes much that others determine, such as n images near d features; it
@@ -67,8 +67,8 @@ class Estimate:
         """
         return cls(value, torch.stack((slope, left_out(without))))
 
-    def __sub__(self, other: Estimate) -> Estimate:
-        return Estimate(self.value - other.value, self.moves - other.moves)
+    def __sub__(self, other: ClassEstimate) -> ClassEstimate:
+        return ClassEstimate(self.value - other.value, self.moves - other.moves)
 
     @property
     def classes(self) -> int:
@@ -120,7 +120,7 @@ def share_interval(shares: Tensor, groups: Groups, parts: int = 1) -> Interval |
     quantile, since that error is known from so many classes only. Where the classes do not differ, each of them is one
     trial. None with fewer than 2 classes.
     """
-    figure = Estimate.mean(shares, groups)
+    figure = ClassEstimate.mean(shares, groups)
     error, share = figure.standard_error(), min(max(figure.value, 0.0), 1.0)
     if error is None:
         return None
@@ -145,7 +145,7 @@ def gaussian(rows: Tensor, others: Tensor) -> Tensor:
 
 def kernel_distance(
     features: Features, reference: Features, groups: Groups, *, within: float | None = None, kernel: Kernel = polynomial
-) -> Estimate:
+) -> ClassEstimate:
     """Unbiased squared maximum mean discrepancy with a kernel, and its derivative in every image.
 
     Images are dealt out to blocks of at most `KERNEL_SAMPLE`, image i to block i modulo their number. The figure is the
@@ -165,7 +165,7 @@ def kernel_distance(
         across[rows] = torch.cat([kernel(piece, known).mean(1) for piece in torch.split(images, ROWS_AT_ONCE)])
     projection = 2 * (own - across)
     value = (own.mean() - 2 * across.mean()).item() + within
-    return Estimate.linear(value, projection - projection.mean(), groups)
+    return ClassEstimate.linear(value, projection - projection.mean(), groups)
 
 
 def kernel_within(reference: Features, kernel: Kernel = polynomial) -> float:
@@ -188,11 +188,11 @@ def _mean_to_others(images: Tensor, kernel: Kernel) -> Tensor:
     return total / (len(images) - 1)
 
 
-def cmmd(features: Features, reference: Features, groups: Groups) -> Estimate:
+def cmmd(features: Features, reference: Features, groups: Groups) -> ClassEstimate:
     """CMMD (Jayasumana et al. 2024): 1000 times the squared discrepancy of unit features under a Gaussian kernel."""
     found, known = (nn.functional.normalize(take(each, slice(None)), dim=1) for each in (features, reference))
     distance = kernel_distance(found, known, groups, kernel=gaussian)
-    return Estimate(distance.value * CMMD_SCALE, distance.moves * CMMD_SCALE)
+    return ClassEstimate(distance.value * CMMD_SCALE, distance.moves * CMMD_SCALE)
 
 
 # Kynkaanniemi et al. 2019; Naeem et al. 2020. With r(x) the distance of x to its k-th neighbour within its own set,
@@ -203,7 +203,7 @@ def cmmd(features: Features, reference: Features, groups: Groups) -> Estimate:
 #     coverage  = mean over y of [some x has |x - y| <= r(y)]
 # Precision and density are means over images. Recall and coverage are not: their moves are what they lose or gain
 # without each class, its images neither there nor neighbours of others.
-def neighbour_figures(features: Features, reference: Features, groups: Groups) -> dict[str, Estimate]:
+def neighbour_figures(features: Features, reference: Features, groups: Groups) -> dict[str, ClassEstimate]:
     """Return precision, recall, density and coverage, and how far each class of images moves them."""
     check_enough(min(len(features), len(reference)))
     images, known = take(features, slice(None)).float(), take(reference, slice(None)).float()
@@ -227,9 +227,9 @@ def neighbour_figures(features: Features, reference: Features, groups: Groups) -
                 if len(left) >= NEIGHBOURS:
                     gained[without] |= distances <= left[NEIGHBOURS - 1].item()
     return {
-        "Precision": Estimate.mean((counts > 0).double(), groups),
+        "Precision": ClassEstimate.mean((counts > 0).double(), groups),
         "Recall": _reached(recalled, gained),
-        "Density": Estimate.mean(counts / NEIGHBOURS, groups),
+        "Density": ClassEstimate.mean(counts / NEIGHBOURS, groups),
         "Coverage": _reached(covered, torch.zeros_like(covered, device="cpu")),
     }
 
@@ -245,12 +245,12 @@ def _nearest(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.cat([each.values for each in found]), torch.cat([each.indices for each in found])
 
 
-def _reached(by: Tensor, gained: Tensor) -> Estimate:
+def _reached(by: Tensor, gained: Tensor) -> ClassEstimate:
     """The fraction of reference images that is reached, and by how much each class moves it."""
     times = by.sum(0)
     value = (times > 0).double().mean().item()
     without = [((times > own.int()) | more).double().mean() for own, more in zip(by, gained, strict=True)]
-    return Estimate(value, left_out(torch.stack(without))[None])
+    return ClassEstimate(value, left_out(torch.stack(without))[None])
 
 
 class FeatureStatistics:

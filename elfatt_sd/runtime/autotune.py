@@ -243,6 +243,7 @@ def measure(
 ) -> Decision:
     """Time functions in turn, until it is clear which is faster, or there is no time left for it."""
     ratios, number = list[float](), 1 if device.type == "cpu" else _IN_A_ROW
+    # no `Comparison`, which has a fixed number of rounds: each ratio of these decides whether another one follows
     with torch.no_grad():
         for index in range(WARM_UP + MOST_ROUNDS):
             before = timed(untouched, device, number)

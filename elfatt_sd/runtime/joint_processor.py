@@ -183,7 +183,7 @@ def _obstacle(
     return ""
 
 
-class _Projected:
+class Projected:
     """Queries, keys and values that are there already, where a layer would project tokens to them."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -247,7 +247,7 @@ class _Joint:
             own = [x.float() for x in own]
             context = context and context._replace(k=context.k.float(), v=context.v.float())
         tokens = own[0].flatten(2)
-        layer = LayerInCall(_Projected(*own), state, tokens, state.phase, context)
+        layer = LayerInCall(Projected(*own), state, tokens, state.phase, context)
         mixed = attend(state.phase.attention, layer, tokens, prepared).to(self._dtype)
         return mixed if order is None else mixed.index_select(1, prepared.inverse)  # type: ignore[union-attr, arg-type]
 

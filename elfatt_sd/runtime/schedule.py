@@ -125,6 +125,7 @@ class Schedule:
         return next((run for run in reversed(self._mine) if run.is_over(schedule)), self.run)
 
     def locate(self, timestep: torch.Tensor | float, unit: int | None = None) -> Position | None:
+        """Return the step and the number of steps that a denoiser's timestep is of; None where no schedule has it."""
         if isinstance(timestep, torch.Tensor):
             timestep = beneath_transforms(timestep)
         found = self._from_view(timestep, unit)

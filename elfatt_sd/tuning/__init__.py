@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
 import itertools
@@ -13,7 +12,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from elfatt_sd.config import PatchConfig, method_named
 from elfatt_sd.devices import device_name
 from elfatt_sd.drawing.studio import check_run, check_steps, own_settings, taken, tell_cut_prompts, versions
 from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.evaluation.prompts import PromptFile, read_prompts
 from elfatt_sd.families import family_of, find_denoisers, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.families.cuts import OUTPUT
 from elfatt_sd.measure import CallTimer, Comparison, Turn, busy, ratios
@@ -33,7 +32,7 @@ from elfatt_sd.phases import StepReuse, reused_steps
 from elfatt_sd.runtime.layer import fitted
 from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.toy.renderer import caption, sample_scenes
-from elfatt_sd.tuning.model import Choice, Model
+from elfatt_sd.tuning.model import Choice, Predictor
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
 from elfatt_sd.tuning.proof import (
     SHARES,
@@ -47,7 +46,7 @@ from elfatt_sd.tuning.proof import (
     check_wanted,
     measure_named,
 )  # fmt: skip
-from elfatt_sd.tuning.runs import Deviation, Drawn, Runs, Sample, Settings, Store, fingerprint, short_hash
+from elfatt_sd.tuning.runs import Deviation, Drawn, DrawSettings, Runs, Sample, Store, fingerprint, short_hash
 from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
 SEARCHED, IMAGES = 3, 24  # images of the search, and of the proof at most
@@ -73,7 +72,6 @@ LEAST_LACK = 1.0  # dB that a choice is closer than one that was not proved
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
 _FIGURES = 6  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
-_PROMPTS = Path(__file__).parents[1] / "evaluation" / "prompt_lists" / "images.csv"
 
 
 def tune(
@@ -150,7 +148,7 @@ def tune(
     words = own_prompts if prompts is None else prompts
     samples = [Sample(words[number % len(words)], seed + number) for number in range(SEARCHED + images)]
     steps, guidance = own_steps if steps is None else steps, own_guidance if guidance is None else guidance
-    settings = Settings(steps, guidance, height, width, frames, negative_prompt, inputs or {})
+    settings = DrawSettings(steps, guidance, height, width, frames, negative_prompt, inputs or {})
     check_steps(pipe, steps)
     settings.check(pipe)
     tell_cut_prompts(pipe, [*(sample.prompt for sample in samples), negative_prompt or ""])
@@ -194,8 +192,7 @@ def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
     embedded = next((name for name, each in EMBEDDED.items() if where == str(each.folder)), "")
     if embedded:
         return (*own_settings(pipe, embedded), list(map(caption, sample_scenes(32, 1))))
-    with _PROMPTS.open(encoding="utf-8", newline="") as file:
-        prompts = [row["prompt"] for row in csv.DictReader(file)]
+    prompts = [prompt for _, prompt in read_prompts(PromptFile("images"))]
     return (*own_settings(pipe, ""), prompts[:: len(prompts) // 16])
 
 
@@ -239,11 +236,6 @@ class Search:
         self.curve: list[Choice] = []  # the best choices by what is known so far
         self.realised = 1.0  # fraction of the predicted seconds that is really saved
 
-    @property
-    def seconds(self) -> float:
-        """Of an untouched image."""
-        return statistics.median(self._seconds)
-
     def measure_untouched(self) -> None:
         """Draw the untouched images of the search; the first one twice, and also where it is kept."""
         self.runs.stage("drawing untouched images", len(self.samples) + 1)
@@ -259,6 +251,7 @@ class Search:
         self.untouched = [drawn, *(self.store.drawn(each, functools.partial(draw, each)) for each in others)]
         fresh = drawn.seconds == recorded.seconds  # seconds that are kept are those of another time
         self._seconds = [again.seconds, *(each.seconds for each in self.untouched[1:] if fresh)]  # the first warms up
+        self.seconds = statistics.median(self._seconds)  # of an untouched image
         kept = ((number, self.store.image(sample)) for number, sample in enumerate(self.held_out))
         self.held_out_untouched |= {number: image for number, image in kept if image is not None}
         self._pace = self.runs.pace()  # seconds of a step at that time
@@ -270,9 +263,7 @@ class Search:
         self.runs.stage("measuring layers", 1)
         figures = self.store.known("layers", self._probe, LayerFigures.read)
         share, exact_start = self.budget.memory is None, self.budget.lowest is not None and len(self.stretches) > 1
-        self.model = Model(figures, self.stretches, share=share, exact_start=exact_start)
-        probed = sum(len(stretch.probed) for stretch in self.stretches)  # steps
-        self.layer_calls = {name: own.calls / probed for name, own in figures.items()}
+        self.model = Predictor(figures, self.stretches, share=share, exact_start=exact_start)
         self._calibrate("stretches", 0, map(self.model.reference, range(len(self.stretches))))
         if self.reuse and share and len(self.stretches) > 1:
             main = unwrap(main_denoiser(self.runs.pipe))
@@ -287,10 +278,12 @@ class Search:
         self.runs.stage("measuring reuse", sum(1 - self.stretches[number].first / self.calls for number, _ in options))
         for number, reuse in options:
             config = self.model.config([{}] * len(self.stretches), {number: reuse}, name="probe")
+            if not any(reused_steps(config.reuse, self.calls)):  # the stretch is too short
+                continue
             draw = functools.partial(self._draw_reused, self.stretches[number].first, self.samples[image], config)
             name = f"reuse-{short_hash(config.to_dict(), 12)}-{image}"
             self.model.reused.setdefault((number, reuse), {})[image] = self.store.known(name, draw, tuple)
-        self.curve = self.model.curve(self.layer_calls)
+        self.curve = self.model.curve()
 
     def _draw_reused(self, first: int, sample: Sample, config: PatchConfig) -> tuple[float, float]:
         """Return the seconds that an image saves which takes over from earlier steps from one on, and its error."""
@@ -299,12 +292,8 @@ class Search:
             far = self.runs.deviation(begin, sample, config)
         seconds, plan = timer.each(), reused_steps(config.reuse, self.calls)
         calls = max(1, -(-len(seconds) // self.calls))  # of a step
-        taken = [each for place, each in enumerate(seconds) if plan[min(place // calls, self.calls - 1)]]
-        whole = [
-            each
-            for place, each in enumerate(seconds)
-            if begin < place // calls < self.calls and not plan[place // calls]
-        ]
+        steps = [(plan[place // calls], each) for place, each in enumerate(seconds) if place // calls >= begin]
+        taken, whole = ([each for now, each in steps if (now is not None) == reuses] for reuses in (True, False))
         saved = len(taken) * (statistics.median(whole) - statistics.median(taken)) if taken and whole else 0.0
         return saved, far.mse
 
@@ -329,15 +318,13 @@ class Search:
                 far = self.store.known(name, draw, lambda data: Deviation(*map(float, data)))
                 self.model.calibrate(number, image, far, phases)
         self.model.fit()
-        self.curve = self.model.curve(self.layer_calls)
+        self.curve = self.model.curve()
 
     def run_config(self, name: str, config: PatchConfig, predicted: float | None, samples: Sequence[Sample]) -> Point:
         """Draw images of the search with a configuration, each timed against a step of the untouched pipeline."""
         paces = [self.runs.pace()]
         drawn = [self.runs.draw(sample, config) for sample in samples]
         seconds = [each.seconds for each in drawn]
-        if len(seconds) == 1:  # which says nothing of how far it is to be trusted
-            seconds.append(self.runs.draw(samples[0], config).seconds)
         paces.append(self.runs.pace())
         slower = statistics.fmean(paces) / self._pace  # than when the untouched ones were drawn
         close = tuple(self.measure.between(*pair) for pair in zip(self.untouched, drawn, strict=False))
@@ -432,7 +419,7 @@ class Search:
         if self.measure.name != "PSNR":
             return None if holds else self._at(choice.psnr + 3.0)
         aim, mean = self._aim(), proof.point.mean
-        if proof.close(budget):
+        if budget.keeps(self.measure, proof.bound, proof.lowest):  # what is asked for is not speed
             room = min(mean, choice.psnr + self._offset()) - aim
             following = self._at(choice.psnr - room + NEAR / 2) if NEAR < room < math.inf else choice
         else:
@@ -468,8 +455,14 @@ class Search:
 
     def _rivals(self) -> list[Point]:
         """Return what is there to compare with, as far as it is likely to keep to the budget."""
-        others = [point for point in self.points if point.predicted is None and self.budget.keeps(point, self.measure)]
-        return [point for point in others if self.budget.by_speed or self.measure.keeps(point.mean, self._aim())]
+        budget, measure = self.budget, self.measure
+        return [
+            each
+            for each in self.points
+            if each.predicted is None
+            and budget.keeps(measure, each.mean, measure.lowest(each.closeness), each.times)
+            and (budget.by_speed or measure.keeps(each.mean, self._aim()))
+        ]
 
     def prove(self, choice: Choice) -> Proof | None:
         """Have a choice proved, and correct it until it holds; None where nothing that holds is worth its while."""

@@ -1,7 +1,7 @@
 """Predict what a choice of phases, by layer and stretch, costs in time and in closeness, and find the best choices.
 
-Errors of different layers are nearly independent, so that their squares add up; see `Model`. What one image says of a
-stretch is noisy (on the embedded pipelines by a factor of about e).
+Errors of different layers are nearly independent, so that their squares add up; see `Predictor`. What one image says
+of a stretch is noisy (on the embedded pipelines by a factor of about e).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ class Choice:
     """A choice for every layer and stretch."""
 
     options: Mapping[tuple[str, int], Option]  # by layer and stretch
-    reuse: tuple[ReuseOption, ...]  # by stretch
     saved: float  # seconds of an image, predicted
     mse: float  # of the image, predicted
     psnr: float  # of the image of 8 bits in dB, predicted
+    reuse: tuple[ReuseOption, ...] = ()  # by stretch
 
 
 class _Run(NamedTuple):
@@ -70,10 +70,10 @@ class _Run(NamedTuple):
     total: float  # what its errors do to the image, before `B`, as they add up over steps
     scatter: float  # likewise, as they scatter about their mean
     mse: float  # logarithm of the mean squared error of the image
-    rounding: float  # what rounding to 8 bits adds to that error; see `Model`
+    rounding: float  # what rounding to 8 bits adds to that error; see `Predictor`
 
 
-class Model:
+class Predictor:
     """Predicts, and chooses by its predictions.
 
     `MSE = sum of B_s w_ls (|sum of E|^2 + r * sum of |E - mean of E|^2) / N` over layers l and stretches s of N steps,
@@ -93,6 +93,7 @@ class Model:
     ) -> None:
         self._figures = {name: figures[name] for name in slow_layers(figures)}
         self._stretches = stretches
+        self._probed = sum(len(stretch.probed) for stretch in stretches)  # steps
         self._share = share  # may steps share differences?
         self._exact_start = exact_start  # is the first stretch exact in all layers?
         self._runs: list[_Run] = []
@@ -156,11 +157,9 @@ class Model:
         return self.scale[stretch] * (total + self.scatter * scatter)
 
     def reference(self, stretch: int) -> dict[str, Candidate]:
-        found = {}
-        for name, own in self._figures.items():
-            if (number := own.middle(stretch)) is not None:
-                found[name] = Candidate(own.bases[number], number)
-        return found
+        numbers = {name: own.middle(stretch) for name, own in self._figures.items()}
+        known = {name: number for name, number in numbers.items() if number is not None}
+        return {name: Candidate(self._figures[name].bases[number], number) for name, number in known.items()}
 
     def error(self, layer: str, stretch: int, candidate: Candidate) -> float:
         """Return what an approximation adds to the image in a stretch, by step: the squared norm of its errors' sum.
@@ -210,9 +209,10 @@ class Model:
         measuring = 1.0 if dense is None else own.ratio(dense)
         return exact * (own.ratio(candidate.base) + measured * rows * measuring)
 
-    def options(self, layer: str, stretch: int, calls: float) -> list[Option]:
+    def options(self, layer: str, stretch: int) -> list[Option]:
         """Return what a layer can do in a stretch, without what is slower and farther than another option."""
         own, steps = self._figures[layer], len(self._stretches[stretch])
+        calls = own.calls / self._probed  # in a step
         if self._exact_start and stretch == 0:
             return [Option(EXACTLY, 0.0, 0.0)]
         exact = self.seconds(layer, stretch, EXACTLY)
@@ -234,62 +234,54 @@ class Model:
 
         An image is as far as another one times a factor, which all options that were drawn of both say.
         """
-        logs = {key: {image: math.log(max(mse, _LEAST_MSE)) for image, (_, mse) in each.items()}
-                for key, each in self.reused.items()}  # fmt: skip
-        images = {image for each in logs.values() for image in each}
-        pairs = {
-            image: [each[image] - each[0] for each in logs.values() if {0, image} <= each.keys()] for image in images
+        logs = {
+            key: {image: math.log(max(mse, _LEAST_MSE)) for image, (_, mse) in each.items()}
+            for key, each in self.reused.items()
         }
-        farther = {image: statistics.fmean(each) if each else 0.0 for image, each in pairs.items()}
-        found, steps = [ReuseOption()], len(self._stretches[stretch])
-        for (own, reuse), known in logs.items():
-            if own == stretch:
+        farther = dict[int, float]()
+        for image in {image for each in logs.values() for image in each}:
+            ratios = [each[image] - each[0] for each in logs.values() if {0, image} <= each.keys()]
+            farther[image] = statistics.fmean(ratios) if ratios else 0.0
+        found, own = [ReuseOption()], self._stretches[stretch]
+        for (number, reuse), known in logs.items():
+            if number == stretch:
                 log = statistics.fmean(log - farther[image] for image, log in known.items())
                 mse = math.exp(log + statistics.fmean(farther.values()))
-                saved = statistics.median(seconds for seconds, _ in self.reused[own, reuse].values())
-                computed = reused_steps((reuse,), steps).count(None) / steps
+                saved = statistics.median(seconds for seconds, _ in self.reused[number, reuse].values())
+                plan = reused_steps(self._spread({number: reuse}), self._stretches[-1].last + 1)
+                computed = plan[own.first : own.last + 1].count(None) / len(own)
                 found += [ReuseOption(reuse, computed, saved, mse)] if saved > 0 else []
         return found
 
-    def curve(self, calls: Mapping[str, float]) -> list[Choice]:
+    def curve(self) -> list[Choice]:
         """Return the best choices, from untouched to the fastest one, of falling predicted closeness.
 
-        For each price of an error, every stretch takes the best of what it can reuse, each with the best of every
-        layer, which saves time in those steps alone that compute everything.
+        For each price of an error, every stretch has the best of what it can take over, each with the best of every
+        layer. A layer saves its time in those steps alone that compute everything.
         """
         numbers = range(len(self._stretches))
-        table = {
-            (layer, stretch): self.options(layer, stretch, calls[layer])
-            for layer, stretch in itertools.product(self._figures, numbers)
-        }
+        table = {place: self.options(*place) for place in itertools.product(self._figures, numbers)}
         reuse = [self.reuse_options(number) for number in numbers]
         steps = [pair for row in table.values() for pair in itertools.pairwise(row)]
         slopes = [(after.mse - before.mse) / (after.saved - before.saved) for before, after in steps]
         slopes += [each.mse / each.saved for row in reuse for each in row if each.saved]
-        slopes = [slope for slope in slopes if slope > 0]
-        low, high = (math.log(min(slopes) / 2), math.log(max(slopes) * 2)) if slopes else (0.0, 0.0)
-        prices = np.array([0.0, *np.exp(np.linspace(low, high, _SLOPES + 1))])
+        slopes = [slope for slope in slopes if slope > 0] or [1.0]  # where there is one option
+        ends = math.log(min(slopes) / 2), math.log(max(slopes) * 2)
+        prices = np.array([0.0, *np.exp(np.linspace(*ends, _SLOPES + 1))])
         gains, best = dict[tuple[int, int], Any](), dict[tuple[str, int, int], Any]()
         for number in numbers:
             for place, each in enumerate(reuse[number]):
                 gains[number, place] = prices * each.saved - each.mse
                 for layer in self._figures:
-                    saved, mse = (
-                        np.array([getattr(one, name) for one in table[layer, number]]) for name in ("saved", "mse")
-                    )
+                    saved, mse = np.array([[one.saved, one.mse] for one in table[layer, number]]).T
                     values = prices[:, None] * saved * each.computed - mse
                     best[layer, number, place] = values.argmax(1)
                     gains[number, place] = gains[number, place] + values.max(1)
         found: list[Choice] = []
         for price in range(len(prices)):
-            places = [
-                max(range(len(reuse[number])), key=lambda place: gains[number, place][price]) for number in numbers
-            ]
-            picked = {
-                (layer, number): table[layer, number][best[layer, number, places[number]][price]]
-                for layer, number in table
-            }
-            choice = self._choice(picked, tuple(reuse[number][place] for number, place in enumerate(places)))
+            places = [int(np.argmax([gains[one, each][price] for each in range(len(reuse[one]))])) for one in numbers]
+            picked = {place: row[best[*place, places[place[1]]][price]] for place, row in table.items()}
+            choice = self._choice(picked, tuple(row[place] for row, place in zip(reuse, places, strict=True)))
             if not found or choice.saved > found[-1].saved:
                 found.append(choice)
         return found
@@ -300,7 +292,7 @@ class Model:
         mse = sum(each.mse for each in picked.values()) + sum(each.mse for each in reuse)
         added = self.rounding * math.sqrt(mse)
         rounded = mse + added / (1 + 6 * added)
-        return Choice(picked, reuse, saved, mse, math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded))
+        return Choice(picked, saved, mse, math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded), reuse)
 
     def chosen(self, choice: Choice) -> PatchConfig:
         taken = {number: each.reuse for number, each in enumerate(choice.reuse) if each.reuse is not None}
@@ -315,9 +307,9 @@ class Model:
             phases: list[Phase] = []
             for stretch, part in zip(self._stretches, parts, strict=True):
                 phase = part.get(layer, EXACTLY).phase
-                if phases and _until(phases[-1], 1.0) == _until(phase, 1.0):
+                if phases and replace(phases[-1], until=1.0) == phase:
                     phases.pop()
-                phases.append(_until(phase, (stretch.last + 1) / steps))
+                phases.append(replace(phase, until=(stretch.last + 1) / steps))
             while phases and phases[-1].exact:
                 phases.pop()
             if phases:
@@ -343,7 +335,3 @@ class Model:
             if option.candidate is not EXACTLY:
                 found[number][layer] = option.candidate
         return found
-
-
-def _until(phase: Phase, end: float) -> Phase:
-    return replace(phase, until=end)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError, is_out_of_memory
@@ -104,10 +105,6 @@ class Rows(NamedTuple):
         """Its squared norm."""
         return float(self.joined.square().sum())
 
-    def sample(self) -> Rows:
-        every = max(1, self.joined.numel() // KEPT) | 1  # odd, so that all channels have their turn
-        return Rows(self.joined[::every].clone(), None if self.given is None else self.given[::every].clone())
-
 
 def rows_of(output: Any, scale: float | None = None, copies: int = 1) -> Rows:
     """Return what was given under guidance: an error of both rows counts once, that of one by its factor squared.
@@ -115,20 +112,13 @@ def rows_of(output: Any, scale: float | None = None, copies: int = 1) -> Rows:
     Of 2 copies of the same latents, those without the prompt come first, and those with it last. Other numbers, or no
     scale, leave all rows as they are.
     """
-    parts = [each.detach().float() for each in _tensors(output)]
+    leaves = tree_leaves(getattr(output, "sample", output))
+    parts = [each.detach().float() for each in leaves if each is not None]
     if copies != 2 or scale is None:
         return Rows(torch.cat([part.flatten() for part in parts]), None)
     halves = [part.chunk(2) for part in parts]
     without, given = (torch.cat([half[number].flatten() for half in halves]) for number in (0, 1))
     return Rows(torch.lerp(without, given, scale), given)
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, tuple | list):
-        return [tensor for each in output if each is not None for tensor in _tensors(each)]
-    return _tensors(output.sample)
 
 
 @dataclass
@@ -159,12 +149,12 @@ class LayerFigures:
         """Read what `to_dict` gave, by layer."""
         found = {}
         for layer, own in data.items():
-            plain = {name: own[name] for name in ("seconds", "calls", "copies")}
-            figures = cls([*map(Phase.from_dict, own["bases"])], {*own["lost"]}, {*own["fresh"]}, **plain)
+            plain = own["seconds"], own["calls"], own["copies"]
+            bases = [*map(Phase.from_dict, own["bases"])]
+            found[layer] = figures = cls(bases, {*own["lost"]}, {*own["fresh"]}, *plain)
             for name in ("ratios", "errors", "effects"):
                 pairs = ((tuple(key) if isinstance(key, list) else key, values) for key, values in own[name])
                 getattr(figures, name).update(pairs)
-            found[layer] = figures
         return found
 
     def error(self, stretch: int, base: int, since: int = 0, *, guided: bool = False) -> float:
@@ -257,6 +247,7 @@ class Probe(ExactRun):
                 continue
             with _loses(figures, number):  # its draws are those of the steps that share, its time has them in it
                 draws = _Seen()
+                # One turn each, as the run meets the layer: `autotune`, which has no run, times until it is clear.
                 with Stopwatch(exact.joined.device) as watch:
                     made = self.approximate(state, again, phase, self._stretches[place[0]].first, ahead=draws)
                 figures.ratios[number].append(watch.seconds / figures.seconds[-1])
@@ -289,7 +280,9 @@ class Probe(ExactRun):
     def _share(self, figures: LayerFigures, key: _Key, place: tuple[int, int], error: Rows, size: float) -> None:
         """Keep the difference in the first step of a stretch, and see in the others what correcting by it leaves."""
         stretch, since = place
-        values, part = error.joined.numel(), error.sample()
+        values = error.joined.numel()
+        every = max(1, values // KEPT) | 1  # odd, so that all channels have their turn
+        part = Rows(error.joined[::every].clone(), None if error.given is None else error.given[::every].clone())
         if since == 0:
             self._kept[key] = part
         known = self._kept.get(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -66,11 +66,12 @@ class Budget:
         """Whether the closest settings are looked for, and not the fastest."""
         return self.closeness is None and self.lowest is None
 
-    def keeps(self, point: Point, measure: Measure) -> bool:
-        """Tell whether the images that were drawn with a configuration keep to it, but for memory."""
-        close = self.closeness is None or measure.keeps(point.mean, self.closeness)
-        close = close and (self.lowest is None or all(measure.keeps(each, self.lowest) for each in point.closeness))
-        return close and (self.speed is None or point.times >= self.speed)
+    def keeps(self, measure: Measure, closeness: float, lowest: float, speed: float = math.inf, peak: int = 0) -> bool:
+        """Tell whether figures, or their bounds, keep to it: mean and lowest closeness, speed, and bytes of memory."""
+        pairs = ((closeness, self.closeness), (lowest, self.lowest))
+        close = all(asked is None or measure.keeps(value, asked) for value, asked in pairs)
+        fast = self.speed is None or speed >= self.speed
+        return close and fast and (self.memory is None or peak <= self.memory * 2**30)
 
     def words(self, measure: Measure) -> str:
         parts, bound = [], "at least" if measure.higher else "at most"
@@ -141,6 +142,10 @@ class Measure:
 
     def keeps(self, value: float, asked: float) -> bool:
         return self.sign * value >= self.sign * asked
+
+    def lowest(self, values: Iterable[float]) -> float:
+        """Return the one that is farthest from untouched."""
+        return self.sign * min(self.sign * value for value in values)
 
 
 def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "cpu") -> Measure:
@@ -281,7 +286,7 @@ class Proof:
     @property
     def lowest(self) -> float:
         """The closeness of the image farthest from its untouched one."""
-        return self.point.closeness[self.order[0]]
+        return self.measure.lowest(self.point.closeness)
 
     @property
     def bound(self) -> float:
@@ -296,28 +301,17 @@ class Proof:
     def holds(self, budget: Budget) -> bool:
         """Tell whether what was asked for can be promised; of every image only once all have been drawn."""
         every = budget.lowest is None or len(self.samples) == self.promise.images
-        fast = budget.speed is None or self.speed_bound >= budget.speed
-        return every and fast and self._fits(budget) and self.close(budget)
-
-    def close(self, budget: Budget) -> bool:
-        """Tell whether it is promised to be as close as asked, and every image that was drawn is."""
-        close = budget.closeness is None or self.measure.keeps(self.bound, budget.closeness)
-        return close and (budget.lowest is None or self.measure.keeps(self.lowest, budget.lowest))
+        fast = math.inf if budget.speed is None else self.speed_bound
+        return every and budget.keeps(self.measure, self.bound, self.lowest, fast, peak_of(self.tuned))
 
     def hopeless(self, budget: Budget) -> bool:
         """Tell whether further images would hardly change that it does not hold."""
-        asked, speed = budget.closeness, budget.speed
+        asked, speed, nearest = budget.closeness, budget.speed, self.measure.sign * math.inf
         return (
             (asked is not None and self.promise.hopeless(self._close, self.measure.sign * asked))
             or (speed is not None and self.promise.hopeless(np.log(self.point.speed).tolist(), math.log(speed)))
-            or not self._fits(budget)
+            or not budget.keeps(self.measure, nearest, self.lowest, peak=peak_of(self.tuned))
         )
-
-    def _fits(self, budget: Budget) -> bool:
-        """Tell whether every image that was drawn is as close as asked, and takes as little memory."""
-        most = math.inf if budget.memory is None else budget.memory * 2**30
-        close = budget.lowest is None or self.measure.keeps(self.lowest, budget.lowest)
-        return close and peak_of(self.tuned) <= most
 
     def words(self) -> str:
         words, images, digits = self.measure.words, len(self.samples), self.measure.digits

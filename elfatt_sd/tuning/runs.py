@@ -52,7 +52,8 @@ class Drawn:
         return [each.tobytes() for each in self.frames] == [each.tobytes() for each in other.frames]
 
     def to_dict(self) -> dict[str, Any]:
-        return {"frames": [as_text(png(each)) for each in self.frames], "seconds": self.seconds, "peak": self.peak}
+        frames = [base64.b64encode(png(each)).decode() for each in self.frames]
+        return {"frames": frames, "seconds": self.seconds, "peak": self.peak}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Drawn:
@@ -69,10 +70,6 @@ def png(image: Image.Image, most: int | None = None) -> bytes:
     return file.getvalue()
 
 
-def as_text(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
-
-
 class Deviation(NamedTuple):
     """How far an image is from the untouched one, in squares of values from 0 to 255."""
 
@@ -81,7 +78,7 @@ class Deviation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class DrawSettings:
     steps: int  # denoising steps
     guidance: float | None = None  # the scale; None where the pipeline has none
     height: int | None = None  # in pixels; None is the model's own
@@ -173,7 +170,7 @@ def fingerprint(module: nn.Module) -> str:
 class Runs:
     """Runs of one pipeline, which nothing else has patched."""
 
-    def __init__(self, pipe: Any, settings: Settings, progress: Progress | None = None) -> None:
+    def __init__(self, pipe: Any, settings: DrawSettings, progress: Progress | None = None) -> None:
         self.pipe = pipe
         self.settings = settings
         self.device = torch.device(pipe.device)

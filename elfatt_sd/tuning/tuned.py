@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import math
 import os
@@ -19,7 +20,7 @@ from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.phases import Phase
 from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Proof, peak_of
-from elfatt_sd.tuning.runs import as_text, png
+from elfatt_sd.tuning.runs import png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -249,4 +250,4 @@ def _stretches(own: LayerPhases) -> str:
 
 
 def _uri(data: bytes) -> str:
-    return f"data:image/png;base64,{as_text(data)}"
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"

@@ -41,7 +41,7 @@ from elfatt_sd.benchmarking.variants import (
     same_work,
     varied,
 )
-from elfatt_sd.config import METHODS, PatchConfig, Phase
+from elfatt_sd.config import METHODS, PatchConfig, Phase, known_method
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import copy_structure
 from elfatt_sd.measure import peak_memory
@@ -105,6 +105,12 @@ def test_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(row["peak_bytes"] >= 2 * 64 * 32 * 4 for row in results["rows"]), "the result at least"
     assert {row["tokens"] for row in results["rows"]} == {64}
     check_saved(results, tmp_path)
+
+
+def test_somebodys_own_attention_is_timed_alone(module: str) -> None:
+    known_method(module)  # which registers it
+    calls = benchmarking._attention_calls(16, 2, 32, torch.device("cpu"), torch.float32)
+    assert calls["values"]().shape == (2, 256, 8, 40)
 
 
 # Calls of a denoiser.

@@ -16,19 +16,19 @@ from support.checks import set_clock
 
 from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.drawing import compare
-from elfatt_sd.drawing.compare import Row, Sheet, Trial, chosen, try_methods
+from elfatt_sd.drawing.compare import MethodResult, Sheet, Trial, chosen, try_methods
 from elfatt_sd.drawing.pictures import PAPER, fault_of, psnr, side_by_side
 from elfatt_sd.drawing.studio import Request, Studio
 from elfatt_sd.errors import ElfattError
 
 PROMPT = "a red star"
 IMAGE = Image.new("RGB", (8, 8))
-UNTOUCHED = Row("sd", IMAGE, (2.0,), (1.0,), math.inf)
-CLOSE = Row("elfatt", IMAGE, (1.5,), (1.3,), 35.0)
-FAST = Row("elfatt-fast", IMAGE, (1.0,), (2.0,), 25.0)
-SLOW = Row("tome", IMAGE, (2.5,), (0.8, 1.2), 40.0)
-SLOWEST = Row("agent", IMAGE, (4.0,), (0.5,), 60.0)
-OTHER = Row("agent", IMAGE, (0.5,), (4.0,), 12.0)  # another image
+UNTOUCHED = MethodResult("sd", IMAGE, (2.0,), (1.0,), math.inf)
+CLOSE = MethodResult("elfatt", IMAGE, (1.5,), (1.3,), 35.0)
+FAST = MethodResult("elfatt-fast", IMAGE, (1.0,), (2.0,), 25.0)
+SLOW = MethodResult("tome", IMAGE, (2.5,), (0.8, 1.2), 40.0)
+SLOWEST = MethodResult("agent", IMAGE, (4.0,), (0.5,), 60.0)
+OTHER = MethodResult("agent", IMAGE, (0.5,), (4.0,), 12.0)  # another image
 SAME = replace(CLOSE, unchanged="identical")
 BROKEN = replace(FAST, fault="is black")
 
@@ -84,7 +84,7 @@ RECOMMENDED = (
     ((BROKEN, CLOSE), "Use elfatt (1.30 times as fast"),
     ((replace(CLOSE, times=(19.0, 11.0)), FAST), "No recommendation: the machine was busy: equal runs took 11.00"),
 )
-ON_A_SHEET: tuple[tuple[tuple[Row, ...], list[Row]], ...] = (
+ON_A_SHEET: tuple[tuple[tuple[MethodResult, ...], list[MethodResult]], ...] = (
     ((SLOWEST, CLOSE, FAST), [FAST, CLOSE]),
     ((FAST,), [FAST]),
     ((SLOWEST,), [SLOWEST]),  # the fastest that there is, even if it is not faster

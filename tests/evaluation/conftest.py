@@ -15,7 +15,7 @@ from torch import nn
 from elfatt_sd.evaluation import measure
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.report import charts
-from elfatt_sd.evaluation.run import Run
+from elfatt_sd.evaluation.run import RunFolder
 from elfatt_sd.evaluation.stages import evaluate
 
 
@@ -68,7 +68,7 @@ def finished_run(workplace: Path, full_protocol: Protocol) -> Path:
         patch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
         patch.setattr(measure, "run_worker", measure.measure_peak)
         patch.setattr(charts, "PLOTS", [charts.closeness])
-        evaluate(Run(workplace / "run", full_protocol), lambda line: None, show_progress=False)
+        evaluate(RunFolder(workplace / "run", full_protocol), lambda line: None, show_progress=False)
     return workplace / "run"
 
 

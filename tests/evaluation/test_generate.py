@@ -28,7 +28,7 @@ from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.generate import take_over
 from elfatt_sd.evaluation.protocols import Protocol, unequal
 from elfatt_sd.evaluation.records import MadeImage
-from elfatt_sd.evaluation.run import RowFolder, Run
+from elfatt_sd.evaluation.run import RowFolder, RunFolder
 from elfatt_sd.files import HOLDER_FILE, folder_lock
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -57,7 +57,7 @@ def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) 
         hashes += [entry.sha256 for entry in entries]
     assert len({*hashes}) == len(hashes), "rows differ as their methods do"
     run = run_data(run_dir)
-    assert (run["identity"], Run.open(run_dir).protocol) == (protocol.identity, protocol)
+    assert (run["identity"], RunFolder.open(run_dir).protocol) == (protocol.identity, protocol)
     assert run["environment"]["packages"]["torch"] == importlib.metadata.version("torch")
     assert len(run["environment"]["model_sha256"]) == 64
     pipe = StableDiffusionPipeline.from_pretrained(protocol.model)
@@ -79,7 +79,7 @@ import torch
 torch.set_num_threads(1)
 from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.protocols import load_protocol
-from elfatt_sd.evaluation.run import Run
+from elfatt_sd.evaluation.run import RunFolder
 from elfatt_sd.files import folder_lock
 
 protocol = load_protocol({str(run_dir.parent / "small.toml")!r})
@@ -99,7 +99,7 @@ def in_a_child(target, moment=0):
     if not child:
         os.replace = replace
         with folder_lock(target):
-            generate.generate(Run(target, protocol), show_progress=False)
+            generate.generate(RunFolder(target, protocol), show_progress=False)
         os._exit(0)
     return os.waitpid(child, 0)[1]
 
@@ -174,7 +174,7 @@ def test_a_full_disk_is_one_line_and_finished_batches_stay(
 
 
 def test_batches_with_damaged_lists_are_made_anew(made: tuple[Path, Protocol], tmp_path: Path) -> None:
-    run = Run(Path(shutil.copytree(made[0], tmp_path / "run")), made[1])
+    run = RunFolder(Path(shutil.copytree(made[0], tmp_path / "run")), made[1])
     whole = [row.manifest.read_bytes() for row in run.rows]
     for row, content, damage in zip(run.rows, whole, (b"", b"{}\n", b"\xff\n", b"other"), strict=True):
         lines = content.splitlines(keepends=True)
@@ -212,7 +212,7 @@ def test_what_is_said_or_refused_before_the_first_image(
         make(tmp_path / "long", dataclasses.replace(protocol, template="a " * 80 + "{label}"))
     for name in (".ipynb_checkpoints", "@eaDir", ".DS_Store"):
         (run_dir / name).mkdir(parents=True)
-    Run(run_dir, protocol).check()
+    RunFolder(run_dir, protocol).check()
     (run_dir / "holiday.png").write_bytes(b"")
     with pytest.raises(ElfattError, match=r"not empty and holds no run \(there is 'holiday.png'\)"):
         make(run_dir, protocol)
@@ -291,11 +291,11 @@ def test_only_rows_of_the_same_images_are_copied_and_each_is_told(
     other = dataclasses.replace(third, name="other", settings={**third.settings, "block_size": 32})
     cells = (untouched, dataclasses.replace(null, name="seeds"), third, other, peer)
     protocol = dataclasses.replace(made[1], model=str(tmp_path / "model"), cells=cells, **changes)
-    run = Run(tmp_path / "new", protocol)
+    run = RunFolder(tmp_path / "new", protocol)
     run.begin({**run_data(there)["environment"], **environment})
     run.rows[1].fail("image 0 is black")
     lines: list[str] = []
-    take_over(run, [Run.open(there)], lines.append)
+    take_over(run, [RunFolder.open(there)], lines.append)
     assert len(run.finished) == taken and not run.row("other").finished
     assert (run.rows[1].failure is None) == run.rows[1].finished
     if said:

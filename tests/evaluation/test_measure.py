@@ -17,7 +17,7 @@ from elfatt_sd import measure as clocks
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation import generate, measure
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.run import Run
+from elfatt_sd.evaluation.run import RunFolder
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 Stage = Callable[..., dict[str, Any]]
@@ -34,7 +34,7 @@ def time(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
 
     def run(call: Callable[[Cell, Protocol], dict[str, float]], **changes: Any) -> dict[str, Any]:
         monkeypatch.setattr(measure, "timed_call", lambda pipe, protocol, cell, *_: call(cell, protocol))
-        return measure.measure_time(Run(tmp_path, dataclasses.replace(timed, **changes)), lambda line: None)
+        return measure.measure_time(RunFolder(tmp_path, dataclasses.replace(timed, **changes)), lambda line: None)
 
     return run
 
@@ -45,7 +45,7 @@ def weigh(timed: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> S
 
     def run(worker: Callable[[Cell, int], dict[str, Any]]) -> dict[str, Any]:
         monkeypatch.setattr(measure, "run_worker", lambda protocol, cell, batch: worker(cell, batch))
-        data = measure.measure_memory(Run(tmp_path, timed), lambda line: None)
+        data = measure.measure_memory(RunFolder(tmp_path, timed), lambda line: None)
         assert json.loads((tmp_path / measure.MEMORY_FILE).read_text()) == data
         return data
 
@@ -140,7 +140,7 @@ def test_nothing_is_measured_on_another_model(
     for name in ("timed_call", "run_worker"):
         monkeypatch.setattr(measure, name, lambda *_: pytest.fail("measured"))
     with pytest.raises(ElfattError, match=r"images come out differently \(model_sha256: \w+ there, \w+ here\)"):
-        stage(Run(*made), lambda line: None)
+        stage(RunFolder(*made), lambda line: None)
 
 
 def test_memory_is_the_slope_of_a_line_with_the_interval_that_the_fit_allows() -> None:
@@ -201,7 +201,7 @@ def test_real_measurements(timed: Protocol, tmp_path: Path, device: str) -> None
     """Times replace those of an earlier attempt, and a fresh process tells its peak."""
     (tmp_path / measure.TIME_FILE).write_text('{"rows": {"sd": {"unet": {"values": [1e9]}}}}')
     protocol = dataclasses.replace(timed, device=device, steps=2)
-    for row in measure.measure_time(Run(tmp_path, protocol), lambda line: None)["rows"].values():
+    for row in measure.measure_time(RunFolder(tmp_path, protocol), lambda line: None)["rows"].values():
         assert len(row["unet"]["values"]) == len(row["end_to_end"]["values"]) == 3
         assert 0 < row["unet"]["seconds_per_image"] < row["end_to_end"]["seconds_per_image"] < 1e6
     result = measure.run_worker(protocol, timed.cells[2], 2)

@@ -31,7 +31,7 @@ from elfatt_sd.evaluation.images import check_size, image_environment, load_prot
 from elfatt_sd.evaluation.prompts import PROMPT_LISTS, PromptFile, load_labels, read_prompts, run_prompts, spread
 from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Protocol, decisive, differences, load_protocol
 from elfatt_sd.evaluation.records import same_images
-from elfatt_sd.evaluation.run import Run
+from elfatt_sd.evaluation.run import RunFolder
 from elfatt_sd.evaluation.stages import evaluate
 from elfatt_sd.files import sha256_of_data
 from elfatt_sd.toy.renderer import CLASS_PROMPTS
@@ -374,7 +374,7 @@ def with_model(name: str, folder: Path, workplace: Path, *overrides: str) -> Pro
 def test_protocols_run_to_the_end(name: str, workplace: Path, tmp_path: Path) -> None:
     """On a model of their kind, against a folder with a folder for each class, resized as they say."""
     protocol = with_model(name, tmp_path, workplace, *UNTIMED)
-    run = Run(tmp_path / "run", protocol)
+    run = RunFolder(tmp_path / "run", protocol)
     with torch.random.fork_rng():
         assert evaluate(run, lambda line: None, show_progress=False) == {}
     rows = json.loads((run.folder / "results.json").read_text())["rows"]
@@ -428,7 +428,7 @@ def test_clips_have_every_figure_and_are_shown(
     metrics += '{metric="own_metrics:brightness", better="higher"}'
     quick = ["height=64", "width=48", "frames=5", "limit=0", "classes=4", "time.repeats=1"]
     quick += ["memory.steps=2", "memory.batches=[1, 2]", f"metrics=[{metrics}]"]
-    run = Run(tmp_path / "run", with_model("wan", tmp_path, workplace, *quick))
+    run = RunFolder(tmp_path / "run", with_model("wan", tmp_path, workplace, *quick))
     assert evaluate(run, lambda line: None, show_progress=False) == {}
     rows = {row["cell"]: row for row in json.loads((run.folder / "results.json").read_text())["rows"]}
     scores = json.loads((run.folder / "scores.json").read_text())["rows"]

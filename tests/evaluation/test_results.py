@@ -28,7 +28,7 @@ from elfatt_sd.evaluation import stages
 from elfatt_sd.evaluation.protocols import Cell, Protocol, unequal
 from elfatt_sd.evaluation.records import same_images
 from elfatt_sd.evaluation.report import load_results, write_report
-from elfatt_sd.evaluation.run import RowFolder, Run
+from elfatt_sd.evaluation.run import RowFolder, RunFolder
 from elfatt_sd.evaluation.score import score_run
 from elfatt_sd.evaluation.stages import verify_run
 
@@ -73,7 +73,7 @@ def lasting(data: Any, folder: str, key: str = "", measured: bool = False) -> An
 def golden(run_dir: Path) -> dict[str, Any]:
     rows = {path.parent.name: path.read_text() for path in sorted(run_dir.glob("cells/*/manifest.jsonl"))}
     images = {name: re.findall(r'"sha256": ?"(\w{8})', text) for name, text in rows.items()}
-    return {"images": images, **lasting(Run.open(run_dir).write_results(), str(run_dir.parent))}
+    return {"images": images, **lasting(RunFolder.open(run_dir).write_results(), str(run_dir.parent))}
 
 
 @pytest.mark.usefixtures("shared_cache")
@@ -82,7 +82,7 @@ def test_a_run_of_every_stage(finished_run: Path, snapshot: SnapshotAssertion) -
     told: list[Any] = []
     stray = finished_run.parent / "val" / "weights.bin"  # no image, and so no damage
     stray.touch()
-    assert verify_run(Run.open(finished_run), progress=lambda *seen: told.append(seen)) == []
+    assert verify_run(RunFolder.open(finished_run), progress=lambda *seen: told.append(seen)) == []
     stray.unlink()
     assert {seen[1:] for seen in told} >= {(5, 5)}  # the images of a row, while they are scored again
 
@@ -90,7 +90,7 @@ def test_a_run_of_every_stage(finished_run: Path, snapshot: SnapshotAssertion) -
 def test_scores_of_known_images(tmp_path: Path, own_cache: Path, snapshot: SnapshotAssertion) -> None:
     """Renders, of which a row is darker and another has three that differ: distances, pairs, accuracy, verdicts."""
     run_dir = write_run(tmp_path / "run", protocol(), stride=1)
-    score_run(Run.open(run_dir))
+    score_run(RunFolder.open(run_dir))
     assert golden(run_dir) == snapshot(extension_class=Figures)
 
 
@@ -148,7 +148,7 @@ def listed_otherwise(before: str, now: str) -> Callable[[Path], object]:
 def test_damage_is_named(copy: Path, damage: Callable[[Path], object], recompute: bool, messages: list[str]) -> None:
     """An altered figure of a stage is told for its own file first, and then for the results that were made of it."""
     damage(copy)
-    problems = verify_run(Run.open(copy), recompute=recompute)
+    problems = verify_run(RunFolder.open(copy), recompute=recompute)
     assert len(problems) >= len(messages)
     for message, problem in zip(messages, (problems[0], problems[-1]), strict=False):
         assert message in problem, problems
@@ -172,7 +172,7 @@ def test_figures_are_compared_with_a_tolerance() -> None:
 
 
 READ: dict[str, Callable[[Path], object]] = {
-    "run.json": Run.open,
+    "run.json": RunFolder.open,
     "results.json": load_results,
     MANIFEST: lambda run_dir: RowFolder(run_dir / "cells" / "null").made_images(),
 }  # others when results are joined
@@ -211,7 +211,7 @@ def test_a_damaged_file_is_told(copy: Path, name: str, damage: Any, message: str
         lines[1] = json.dumps(damage and json.loads(lines[1]) | damage)
         path.write_text("\n".join(lines))
     with pytest.raises(ElfattError, match=message) as error:
-        READ.get(name, lambda run_dir: Run.open(run_dir).results())(copy)
+        READ.get(name, lambda run_dir: RunFolder.open(run_dir).results())(copy)
     assert name in str(error.value) and "\n" not in str(error.value)
 
 
@@ -226,13 +226,13 @@ def test_damaged_features_are_made_anew(copy: Path, full_protocol: Protocol, dam
         else:
             np.save(path, features[:3] if damage == "short" else np.full_like(features, np.inf))
     (copy / "scores.json").unlink()
-    stages.score(Run(copy, full_protocol), lambda line: None)
+    stages.score(RunFolder(copy, full_protocol), lambda line: None)
     assert (copy / "scores.json").read_bytes() == before
     assert {path: path.read_bytes() for path in whole} == whole
 
 
 def test_what_stands_in_the_way_of_writing_is_one_line_and_links_lead_nowhere(copy: Path) -> None:
-    run, outside, report = Run.open(copy), copy.parent / "outside", copy / "report"
+    run, outside, report = RunFolder.open(copy), copy.parent / "outside", copy / "report"
     (copy / "results.json").unlink()
     (copy / "results.json").mkdir()
     with pytest.raises(ElfattFailure, match=r"results\.json: Is a directory; finished work is kept"), run.writing():

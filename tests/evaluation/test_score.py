@@ -21,8 +21,8 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction, score
 from elfatt_sd.evaluation.extraction import Images
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.protocols import Reference
-from elfatt_sd.evaluation.run import Run
+from elfatt_sd.evaluation.protocols import ReferenceChoice
+from elfatt_sd.evaluation.run import RunFolder
 from elfatt_sd.evaluation.score import Scorer, build_references, pair_changes, score_run, structural_similarity
 from elfatt_sd.evaluation.statistics import FeatureStatistics
 from elfatt_sd.measure import student_quantile
@@ -81,23 +81,23 @@ def test_altered_pictures_are_named_unfinished_rows_left_out_and_the_baseline_ne
     for damage, said in damages:
         damage()
         with pytest.raises(ElfattError, match=said):
-            score_run(Run.open(run_dir))
+            score_run(RunFolder.open(run_dir))
     assert not (run_dir / "scores.json").exists()
     row.manifest.unlink()
-    score_run(Run.open(run_dir))
+    score_run(RunFolder.open(run_dir))
     scores = json.loads((run_dir / "scores.json").read_text())
     assert (list(scores["rows"]), scores["identity"]) == (["sd", "null", "dark"], "of an earlier version")
     assert scores["rows"]["dark"]["accuracy"] is None, "which only the toy's extractor reads"
     row_of(run_dir, SCORED[0]).manifest.unlink()
     with pytest.raises(ElfattError, match="baseline, has no images"):
-        score_run(Run.open(run_dir))
+        score_run(RunFolder.open(run_dir))
 
 
 def test_a_reference_of_moments_gives_no_kernel_distance(tmp_path: Path, made: list[Extractor]) -> None:
     statistics = FeatureStatistics.of(torch.rand(30, 12, generator=torch.Generator().manual_seed(0)))
     np.savez(tmp_path / "other.npz", mu=statistics.mean, sigma=statistics.covariance)
-    run_dir = write_run(tmp_path / "run", protocol(reference=Reference(str(tmp_path / "other.npz"))))
-    score_run(Run.open(run_dir))
+    run_dir = write_run(tmp_path / "run", protocol(reference=ReferenceChoice(str(tmp_path / "other.npz"))))
+    score_run(RunFolder.open(run_dir))
     rows = json.loads((run_dir / "scores.json").read_text())["rows"]
     assert list(rows["sd"]["distances"]) == ["FD-regions (statistics of other.npz)"]
     with pytest.raises(ElfattError, match=r"\['clip:a', 'clip:b'\] give FD-regions twice; give one of each kind"):
@@ -114,9 +114,9 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(
     monkeypatch.setattr(extraction, "CHUNK", 16)
     monkeypatch.setattr(extraction, "BATCH", 8)
     build_references(protocol())
-    score_run(Run.open(run_dir))
+    score_run(RunFolder.open(run_dir))
     whole, told = (run_dir / "scores.json").read_bytes(), list[Any]()
-    score_run(Run.open(run_dir), progress=lambda *call: told.append(call))
+    score_run(RunFolder.open(run_dir), progress=lambda *call: told.append(call))
     assert not told, "nothing is looked at twice"
     assert [int(each.network.calls) for each in made[1:]] == [4 * CLASSES, 0]  # type: ignore[arg-type]
     for path in (run_dir / "scores").iterdir():
@@ -129,10 +129,10 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(
             raise Killed
 
     with pytest.raises(Killed):
-        score_run(Run.open(run_dir), progress=kill)
+        score_run(RunFolder.open(run_dir), progress=kill)
     (parts,) = (run_dir / "scores").glob("*.parts")
     (parts / ".chunk-00001.npz.123.part").write_bytes(b"half")  # as SIGKILL leaves it, which no `finally` follows
-    score_run(Run.open(run_dir))
+    score_run(RunFolder.open(run_dir))
     assert 0 < int(made[-1].network.calls) < 4 * CLASSES  # type: ignore[arg-type]
     assert (run_dir / "scores.json").read_bytes() == whole
     assert not list((run_dir / "scores").rglob("*.part*"))
@@ -145,7 +145,7 @@ def test_what_scores_depend_on(made: list[Extractor]) -> None:
     before = score.score_inputs(specification, [extractor])
     assert extractor.network.calls == 0
     assert before == {"FD-regions": build_references(specification)[0].identity}
-    assert score.score_inputs(protocol(reference=Reference("toy", count=65)), [extractor]) != before
+    assert score.score_inputs(protocol(reference=ReferenceChoice("toy", count=65)), [extractor]) != before
     extractor.preprocessing["sha256"] = "of other weights"
     assert score.score_inputs(specification, [extractor]) != before
 

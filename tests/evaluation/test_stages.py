@@ -19,7 +19,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate, stages
 from elfatt_sd.evaluation.metrics import MetricChoice
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.run import Run
+from elfatt_sd.evaluation.run import RunFolder
 
 STAGES = ("score", "time", "memory", "report")
 
@@ -30,7 +30,7 @@ def finished_stages(lines: list[str]) -> list[str]:
 
 def evaluate(run_dir: Path, protocol: Protocol, lines: list[str] | None = None) -> dict[str, str]:
     told: Callable[[str], None] = (lines if lines is not None else []).append
-    return stages.evaluate(Run(run_dir, protocol), told, show_progress=False)
+    return stages.evaluate(RunFolder(run_dir, protocol), told, show_progress=False)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def fake_stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def fake(content: dict[str, bytes], **errors: dict[str, str]) -> None:
         def write(stage: str) -> Callable[..., dict[str, Any]]:
-            def measure(run: Run, report: Any) -> dict[str, Any]:
+            def measure(run: RunFolder, report: Any) -> dict[str, Any]:
                 (run.folder / f"{stage}.json").write_bytes(content[f"{stage}.json"])
                 return {"errors": dict(errors.get(stage, {}))}
 
@@ -64,7 +64,7 @@ def test_a_second_run_does_nothing_again(
     assert evaluate(finished_run, full_protocol, lines) == {}
     assert lines == [f"{stage}: done before" for stage in STAGES]
     assert runs.tree(finished_run) == before
-    assert stages.to_do(Run(finished_run, full_protocol)) == "nothing"
+    assert stages.to_do(RunFolder(finished_run, full_protocol)) == "nothing"
 
 
 @pytest.mark.parametrize("damage", ["lost", "torn", "of another run"])
@@ -167,7 +167,7 @@ def test_a_torn_reference_picture_costs_no_images(
 def test_every_obstacle_is_named_once(
     full_protocol: Protocol, tmp_path: Path, changes: dict[str, Any], named: list[str]
 ) -> None:
-    told = stages.obstacles(Run(tmp_path / "new", dataclasses.replace(full_protocol, **changes)))
+    told = stages.obstacles(RunFolder(tmp_path / "new", dataclasses.replace(full_protocol, **changes)))
     assert [sum(part in line for line in told) for part in named] == [1] * len(named) and len(told) == len(named), told
     assert not (tmp_path / "new").exists()
 
@@ -192,13 +192,13 @@ def test_run_prints_the_page_and_the_other_commands_work_on_it(
     page = Path(path)
     assert page == run_dir / "report" / "index.html" and page.is_file()
     assert "\nNo verdicts" in said and "A quick look: every row was limited to 3 images" in said
-    assert Run.open(run_dir).protocol.limit == len(Run.open(run_dir).baseline.made_images()) == 3
+    assert RunFolder.open(run_dir).protocol.limit == len(RunFolder.open(run_dir).baseline.made_images()) == 3
     assert call("eval", "score", run_dir, "--quiet").exit_code == 0
     page.unlink()
     assert call("eval", "report", run_dir).exit_code == 0 and page.is_file()
     done = call("eval", "verify", run_dir)
     assert (done.exit_code, done.stderr) == (0, "")
-    Run.open(run_dir).rows[1].image_file(1).unlink()
+    RunFolder.open(run_dir).rows[1].image_file(1).unlink()
     done = call("eval", "verify", run_dir)
     assert (done.exit_code, len(done.stderr.splitlines())) == (1, 1) and "null/images/00001.png: deleted" in done.stderr
     overrides = sets([line for line in full_overrides(workplace) if "reference" not in line])
@@ -253,7 +253,7 @@ def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
     _, baseline, null = runs.UNTOUCHED.split("[[cells]]")
     file = runs.write_protocol(tmp_path, workplace / "sd15", f"[[cells]]{null}\n[[cells]]{baseline}")
     draw, check = generate.make_images, generate.check_images
-    run = Run(tmp_path / "run", build_protocol(str(file)))
+    run = RunFolder(tmp_path / "run", build_protocol(str(file)))
     row = run.baseline
 
     def interrupted(*given: Any) -> Any:

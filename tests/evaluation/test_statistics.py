@@ -24,7 +24,7 @@ from elfatt_sd.evaluation.statistics import (
     NO_DIFFERENCE,
     TOO_FEW,
     WORSE,
-    Estimate,
+    ClassEstimate,
     FeatureStatistics,
     cmmd,
     even_classes,
@@ -59,15 +59,15 @@ def test_streamed_statistics_are_mean_and_covariance_and_survive_the_disk(tmp_pa
 def test_standard_errors_and_intervals_over_classes() -> None:
     values = torch.tensor([1.0, 3.0, 2.0, 6.0, 4.0, 8.0])
     expected = torch.tensor([2.0, 4.0, 6.0]).std().item() / 3**0.5
-    found = Estimate.mean(values, [0, 0, 1, 1, 2, 2])
+    found = ClassEstimate.mean(values, [0, 0, 1, 1, 2, 2])
     assert (found.value, found.standard_error()) == (4, pytest.approx(expected))
     low, high = found.interval() or (0, 0)
     assert (high - low) / 2 == pytest.approx(4.302653 * expected, rel=1e-6)
     assert found.interval(least=3.5) == (3.5, high)
-    assert Estimate.mean(values, [0] * 6).interval() is None
+    assert ClassEstimate.mean(values, [0] * 6).interval() is None
     # of two jackknifes the larger one counts, and each kind of a difference is that of the two figures
-    one = Estimate.jackknife(1.0, torch.tensor([0.9, 1.0, 1.1]), torch.tensor([0.01, 0.0, -0.01]))
-    other = Estimate.jackknife(1.0, torch.tensor([0.9, 1.0, 1.1]), torch.tensor([0.3, 0.0, -0.3]))
+    one = ClassEstimate.jackknife(1.0, torch.tensor([0.9, 1.0, 1.1]), torch.tensor([0.01, 0.0, -0.01]))
+    other = ClassEstimate.jackknife(1.0, torch.tensor([0.9, 1.0, 1.1]), torch.tensor([0.3, 0.0, -0.3]))
     assert one.standard_error() == pytest.approx((2 / 3 * 0.02) ** 0.5)
     assert other.standard_error() == pytest.approx((0.18 * 3 / 2) ** 0.5)
     assert (one - one).standard_error() == 0
@@ -80,11 +80,11 @@ def test_quantiles_and_degrees_of_freedom() -> None:
     for freedom, expected in table.items():
         assert student_quantile(0.975, freedom) == pytest.approx(expected, rel=5e-3)
     for moves, freedom in (([1.0, -1.0] + [0.0] * 8, 2), ([3.0] + [0.0] * 9, 1), ([1.0, -1.0] * 5, 9)):
-        figure = Estimate(0.0, torch.tensor([moves]).double())
+        figure = ClassEstimate(0.0, torch.tensor([moves]).double())
         for heavy, degrees in ((True, freedom), (False, 9)):
             _, high = figure.interval(heavy=heavy) or (0.0, 0.0)
             assert high == pytest.approx(student_quantile(0.975, degrees) * (figure.standard_error() or 0.0))
-    assert Estimate(1.0, torch.zeros(1, 5).double()).interval(heavy=True) == (1.0, 1.0)
+    assert ClassEstimate(1.0, torch.zeros(1, 5).double()).interval(heavy=True) == (1.0, 1.0)
 
 
 def test_verdicts() -> None:

@@ -25,7 +25,7 @@ from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.reference import Reference, build_reference, renders
-from elfatt_sd.evaluation.run import RUN_FILE, RowFolder, Run, clear_disk_errors
+from elfatt_sd.evaluation.run import RUN_FILE, RowFolder, RunFolder, clear_disk_errors
 from elfatt_sd.evaluation.statistics import FeatureStatistics
 from elfatt_sd.files import folder_lock, sha256_of_file
 from elfatt_sd.measure import Progress
@@ -142,8 +142,8 @@ def full_overrides(workplace: Path) -> list[str]:
 def make(run_dir: Path, protocol: Protocol, *reuse: Path) -> dict[str, str]:
     """Make the images of a run, and return the rows that failed."""
     with clear_disk_errors(run_dir), folder_lock(run_dir):
-        others = [Run.open(folder) for folder in reuse]
-        return generate.generate(Run(run_dir, protocol), reuse=others, show_progress=False)
+        others = [RunFolder.open(folder) for folder in reuse]
+        return generate.generate(RunFolder(run_dir, protocol), reuse=others, show_progress=False)
 
 
 def row_of(run_dir: Path, cell: Cell) -> RowFolder:
@@ -434,7 +434,7 @@ def build(
     classes: Sequence[int] = (),
     **wanted: Any,
 ) -> Reference:
-    chosen = protocols.Reference(str(source), **{"count": PHOTOS, **wanted})
+    chosen = protocols.ReferenceChoice(str(source), **{"count": PHOTOS, **wanted})
     return build_reference(chosen, extractor or regions(), classes, cache_dir=cache, progress=progress)
 
 
@@ -459,7 +459,7 @@ CLASSES = 32
 
 def protocol(**changes: Any) -> Protocol:
     settings: dict[str, Any] = {"labels": "toy", "classes": CLASSES, "extractors": ("toy",), "device": "cpu"}
-    settings |= {"reference": protocols.Reference("toy", count=64), "height": 256, "width": 256}
+    settings |= {"reference": protocols.ReferenceChoice("toy", count=64), "height": 256, "width": 256}
     return Protocol("small", SCORED, **{**settings, **changes})
 
 

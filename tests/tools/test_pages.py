@@ -80,7 +80,7 @@ def test_what_is_published_is_of_one_piece_and_removes_nothing_else(run: Path, t
     for name, text in written_tables(load_results(target)).items():
         assert (target / name).read_text(encoding="utf-8") == text and "Renamed" in text
     with pytest.raises(ElfattError, match="cannot be that of a folder"):
-        publish(Results(results | {"name": "../x"}), tmp_path / "all" / "results")
+        publish(Results.of(results | {"name": "../x"}), tmp_path / "all" / "results")
     (tmp_path / "all" / "toy_full").mkdir(parents=True)
     (tmp_path / "all" / "toy_full" / "mine.png").touch()
     with pytest.raises(ElfattError, match="holds something else than published results"):
@@ -168,20 +168,20 @@ def test_rows_are_compared_image_by_image_and_speed_within_rounds_of_one_run() -
         row(name, psnr, time={"unet": {"values": taken}})
         for name, psnr, taken in zip(("a", "b-0.5"), (FIRST, SECOND), values, strict=True)
     ]
-    titles, _, there, back = cells(compare_rows(Results(data(*both)), ["a", "b-0.5", "b-0.5", "a"]))
+    titles, _, there, back = cells(compare_rows(Results.of(data(*both)), ["a", "b-0.5", "b-0.5", "a"]))
     assert titles[-1] == "Times as fast" and (there[4], back[4]) == ("3 of 4", "1 of 4")
     assert (there[:2], there[5], back[2][:4]) == (["A", "B-0.5"], "2.00 (1.00 to 3.00)", "-0.5")
     each = [one - other for one, other in zip(FIRST, SECOND, strict=True)]
     half = 3.182446 * statistics.stdev(each) / 2  # of Student's t with 3 degrees of freedom, at 97.5 %
     found = [float(text) for text in re.sub(r"[\[\],]", "", there[2]).split()]
     assert found == pytest.approx((0.5, 0.5 - half, 0.5 + half), abs=0.06)
-    other = Results(data(*both, name="other"))
-    assert "Times as fast" not in compare_rows(Results(data(*both)), ["a", "other/b-0.5"], [other])
+    other = Results.of(data(*both, name="other"))
+    assert "Times as fast" not in compare_rows(Results.of(data(*both)), ["a", "other/b-0.5"], [other])
     # identical pictures have no PSNR; their SSIM is one
     some, none = row("a", [None, 30.0, 20.0], [1.0, 0.9, 0.8]), row("c", [None, None, None], [1.0, 1.0, 1.0])
-    line = cells(compare_rows(Results(data(some, row("b", [1.0, 28.0, 19.0], [0.7, 0.6, 0.5]))), ["a", "b"]))[2]
+    line = cells(compare_rows(Results.of(data(some, row("b", [1.0, 28.0, 19.0], [0.7, 0.6, 0.5]))), ["a", "b"]))[2]
     assert line[2].startswith("+1.5 [") and line[3].startswith("+0.30") and line[4] == "3 of 3"
-    table = cells(compare_rows(Results(data(some, none)), ["a", "c", "c", "a", "c", "c"]))
+    table = cells(compare_rows(Results.of(data(some, none)), ["a", "c", "c", "a", "c", "c"]))
     assert [line[2::2] for line in table[2:]] == [["—", "0 of 3"], ["—", "2 of 3"], ["identical", "0 of 3"]]
 
 
@@ -202,9 +202,9 @@ MIXED["paired"]["classes"] = [3, 2, 1, 0]
 def test_pictures_of_other_prompts_or_another_pipeline_are_not_compared(
     named: list[str], other: dict[str, Any], protocol: dict[str, Any], message: str
 ) -> None:
-    second = Results(data(other, name="second", **protocol))
+    second = Results.of(data(other, name="second", **protocol))
     with pytest.raises(ElfattError, match=message):
-        compare_rows(Results(data(row("a", FIRST), row("old", None))), named, [second])
+        compare_rows(Results.of(data(row("a", FIRST), row("old", None))), named, [second])
 
 
 def test_few_rounds_a_busy_machine_and_missing_figures_decide_no_goal(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import DENSE, Phase
 from elfatt_sd.tuning import probe as probing
-from elfatt_sd.tuning.model import Model
+from elfatt_sd.tuning.model import Predictor
 from elfatt_sd.tuning.probe import (
     REUSED,
     SINCE,
@@ -38,7 +38,7 @@ from elfatt_sd.tuning.probe import (
     rows_of,
     stretches_of,
 )  # fmt: skip
-from elfatt_sd.tuning.runs import Deviation, Runs, Sample, Settings
+from elfatt_sd.tuning.runs import Deviation, DrawSettings, Runs, Sample
 
 BASES = [Phase(1.0, "sampled", keys=keys) for keys in (32, 128)]
 STRETCHES = [Stretch(0, 3), Stretch(4, 7)]
@@ -159,7 +159,7 @@ def test_errors_are_those_of_the_layer_itself(
 ) -> None:
     """The first layer's errors, alone and by step since a difference was measured, are those of a run with them."""
     monkeypatch.setattr(Probe, "_faster_dtype", lambda *_: dtype)
-    runs, sample = Runs(pipe, Settings(8, 3.0, 32, 32)), Sample("a cat", 0)
+    runs, sample = Runs(pipe, DrawSettings(8, 3.0, 32, 32)), Sample("a cat", 0)
     name = find_layers(pipe.unet)[0].name
     outputs: list[torch.Tensor] = []
     untouched: list[Any] = []  # what the denoiser gives, in all of its calls
@@ -272,9 +272,9 @@ def figures(seconds: float = 1.0, error: float = 1.0, effect: float = 2.0) -> La
     return own
 
 
-def learnt(*images: tuple[float, float]) -> Model:
+def learnt(*images: tuple[float, float]) -> Predictor:
     """Return a model that learnt from images, of each what its two calibrating runs gave."""
-    made = Model({"a": figures(), "b": figures(0.5, 4.0)}, STRETCHES)
+    made = Predictor({"a": figures(), "b": figures(0.5, 4.0)}, STRETCHES)
     for (number, image), stretch in itertools.product(enumerate(images), (0, 1)):
         made.calibrate(stretch, number, Deviation(image[stretch], image[stretch]), made.reference(stretch))
     made.fit()
@@ -293,7 +293,7 @@ def test_errors_that_are_not_drawn_anew_add_up() -> None:
     path = np.cumsum(np.random.default_rng(0).normal(size=(4, 50)), axis=0)  # a step's error, and how it wanders off
     apart = {(since, False): float(((path[since:] - path[:-since]) ** 2).sum(1).mean()) for since in (1, 3)}
     own = measured({(0, False): float((path**2).sum(1).mean()), **apart})
-    model, candidate = Model({"a": own}, stretches_of(4, 1)), Candidate(BASES[0], 0)
+    model, candidate = Predictor({"a": own}, stretches_of(4, 1)), Candidate(BASES[0], 0)
     assert model.error("a", 0, candidate) == pytest.approx(float((path.sum(0) ** 2).sum()) / 4, rel=0.1)
     own.fresh.add(0)
     assert model.error("a", 0, candidate) == own.errors[0, 0, 0, False][0]
@@ -308,7 +308,7 @@ def test_a_difference_of_the_rows_with_the_prompt_leaves_an_error_in_all_steps()
     errors |= {(since, False): float(((both[since:] - both[:-since]) ** 2).sum(1).mean()) for since in SINCE[1:]}
     own = measured(errors, copies=2)
     phase = Phase(1.0, "sampled", keys=32, residual_steps=4, residual_guidance=True)
-    model, candidate = Model({"a": own}, stretches_of(8, 1)), Candidate(phase, 0)
+    model, candidate = Predictor({"a": own}, stretches_of(8, 1)), Candidate(phase, 0)
     left = both - np.repeat(given[::4], 4, axis=0)
     assert model.error("a", 0, candidate) == pytest.approx(float((left.sum(0) ** 2).sum()) / 8, rel=0.1)
     assert model.seconds("a", 0, candidate) == pytest.approx(0.2 + 0.25 / 2), "one step of four computes half of it"
@@ -345,17 +345,17 @@ def test_how_much_the_scatter_of_errors_counts_is_learnt(scatter: float) -> None
 
 def test_the_curve_has_the_best_choices() -> None:
     """Whatever else a layer did in a stretch of one of them, it would not be closer and faster at once."""
-    model, calls = learnt((100.0, 10.0)), {"a": 1.0, "b": 1.0}
-    curve = model.curve(calls)
+    model = learnt((100.0, 10.0))
+    curve = model.curve()
     assert (curve[0].psnr, curve[0].saved) == (math.inf, 0)
     assert all(after.saved > one.saved and after.psnr < one.psnr for one, after in itertools.pairwise(curve))
     assert curve[-1].saved == pytest.approx((1 - 0.2) * 8 + (0.5 - 0.1) * 8)
     for choice in curve:
         for (layer, stretch), option in choice.options.items():
-            for other in model.options(layer, stretch, 1.0):
+            for other in model.options(layer, stretch):
                 assert other.saved <= option.saved or other.mse >= option.mse
-    slow = Model({"a": figures(), "b": figures(0.001)}, STRETCHES)  # a layer that takes no time stays exact
-    assert all(layer == "a" for layer, _ in slow.curve(calls)[-1].options)
+    slow = Predictor({"a": figures(), "b": figures(0.001)}, STRETCHES)  # a layer that takes no time stays exact
+    assert all(layer == "a" for layer, _ in slow.curve()[-1].options)
     assert not model.config(model.parts(curve[0])).active
     config = model.config(model.parts(curve[-1]))
     assert {own.layers for own in config.per_layer} == {"a", "b"}
@@ -381,7 +381,7 @@ def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
     wide.copies = 2
     for number, since in itertools.product((0, 1), (0, 1, 3)):
         wide.errors[0, number, since, True] = [0.008 / (1 + number) * (1 + since)]
-    model, said = Model({"wide": wide, "narrow": narrow}, STRETCHES), []
+    model, said = Predictor({"wide": wide, "narrow": narrow}, STRETCHES), []
     for name, own in (("wide", wide), ("narrow", narrow)):
         for each in candidates(own.bases, 4, guided=own.copies > 1):
             phase = each.phase
@@ -393,11 +393,11 @@ def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
     assert told.scale[0] == pytest.approx(1000 * told.scale[1])
     uneven = learnt((1000.0, 1.0), (1.0, 1000.0))
     assert uneven.scale[0] == pytest.approx(uneven.scale[1])
-    told = Model({"a": figures(), "b": figures(0.5, effect=32.0)}, STRETCHES)
+    told = Predictor({"a": figures(), "b": figures(0.5, effect=32.0)}, STRETCHES)
     for stretch in (0, 1):  # errors of 0.01 throughout change one of a hundred pixels of 8 bits
         told.calibrate(stretch, 0, Deviation(1e-4, 1e-2), told.reference(stretch))
     told.fit()
-    curve = [f"{choice.psnr:.4f} dB, {choice.saved:.3f} s" for choice in told.curve({"a": 1.0, "b": 1.0})]
+    curve = [f"{choice.psnr:.4f} dB, {choice.saved:.3f} s" for choice in told.curve()]
     assert curve == snapshot(name="curve")
     assert {each.phase.residual_steps for each in candidates(BASES, 8, share=False)} == {1}, "which needs memory"
 

@@ -27,9 +27,9 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.families import find_layers
 from elfatt_sd.phases import Phase
-from elfatt_sd.tuning import Model, Search, tune
+from elfatt_sd.tuning import Predictor, Search, tune
 from elfatt_sd.tuning.probe import LayerFigures, Probe
-from elfatt_sd.tuning.runs import Drawn, Runs, Sample, Settings, Store
+from elfatt_sd.tuning.runs import Drawn, DrawSettings, Runs, Sample, Store
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB.")
 LARGER = 100  # tokens, than those of the grids that an attention is tried on when it is registered
@@ -165,9 +165,9 @@ def test_a_speed_is_kept_to(pipe: Any, asked: dict[str, Any], monkeypatch: pytes
     with pytest.raises(ElfattFailure, match=r"cannot be promised on held-out images; the nearest choice is"):
         tune(pipe, closeness=mean + 3, speed=fastest - 0.02, **two)
     assert not elfatt_sd.is_patched(pipe)
-    curve = Model.curve
+    curve = Predictor.curve
     halved = lambda *given: [dataclasses.replace(each, saved=each.saved / 2) for each in curve(*given)]  # noqa: E731
-    monkeypatch.setattr(Model, "curve", halved)
+    monkeypatch.setattr(Predictor, "curve", halved)
     assert tune(pipe, speed=fastest - 0.1, **two).proof.point.times >= fastest - 0.1
 
 
@@ -431,7 +431,7 @@ def test_presets_are_run_for_the_curve(pipe: Any, asked: dict[str, Any], monkeyp
 
 @pytest.fixture
 def runs(pipe: Any) -> Runs:
-    return Runs(pipe, Settings(6, height=32, width=32))
+    return Runs(pipe, DrawSettings(6, height=32, width=32))
 
 
 @pytest.fixture
@@ -492,7 +492,7 @@ def test_what_is_damaged_is_measured_again(own_cache: Path) -> None:
 
 def test_the_folder_is_the_same_in_every_process(pipe: Any) -> None:
     """Diffusers notes which settings of a scheduler are defaults, in an order that changes with Python's hash seed."""
-    runs = Runs(pipe, Settings(4))
+    runs = Runs(pipe, DrawSettings(4))
     record = tuning._record(runs)
     kind, config = type(pipe.scheduler), pipe.scheduler.config
     pipe.scheduler = kind.from_config(config)

@@ -11,7 +11,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.records import Estimate
 from elfatt_sd.evaluation.report.data import Results, Row
 from elfatt_sd.evaluation.report.tables import decimals_for, fixed, interval, md_table
-from elfatt_sd.evaluation.statistics import Estimate as Mean
+from elfatt_sd.evaluation.statistics import ClassEstimate
 from elfatt_sd.measure import Spread, ratios
 
 _MEASURES = {"psnr": "PSNR, dB", "ssim": "SSIM"}
@@ -69,7 +69,7 @@ def _differences(one: Row, other: Row, measure: str) -> list[float | None]:
     sides = [row.changes[measure].pictures for row in (one, other)]
     if not all(sides):
         raise ElfattError(f"rows {one.name!r} and {other.name!r} have no figures of each image; score the run again.")
-    if len(sides[0]) != len(sides[1]) or one.record.paired.classes != other.record.paired.classes:
+    if len(sides[0]) != len(sides[1]) or one.paired.classes != other.paired.classes:
         raise ElfattError(f"rows {one.name!r} and {other.name!r} are not of the same prompts.")
     return [None if a is None or b is None else a - b for a, b in zip(*sides, strict=True)]
 
@@ -86,7 +86,7 @@ def _mean(row: Row, differences: Sequence[float | None]) -> Estimate | None:
     if not kept:
         return None
     values = torch.tensor([differences[place] for place in kept], dtype=torch.float64)
-    mean = Mean.mean(values, [row.record.paired.classes[place] for place in kept])
+    mean = ClassEstimate.mean(values, [row.paired.classes[place] for place in kept])
     return Estimate(mean.value, *(mean.interval() or (None, None)))
 
 

@@ -135,7 +135,7 @@ def _origin(results: Results) -> str:
     images = max((row.images or 0 for row in results.rows), default=0)
     settings = [f"{plural(images, 'image')} a row", f"{results.protocol.get('steps')} steps"]
     versions = [f"{name} {packages[name]}" for name in ("torch", "diffusers") if name in packages]
-    identity = str(results.data.get("identity") or "")[:12]
+    identity = results.identity[:12]
     said = ", ".join([*settings, results.hardware or "unknown hardware", *versions])
     commit = short_commit(results.environment.get("commit"))
     return f"Protocol `{results.name}` ({identity}): {said}" + (f", at commit {commit}." if commit else ".")

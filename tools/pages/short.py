@@ -8,9 +8,8 @@ from dataclasses import replace
 from elfatt_sd.benchmarking.report import KEYS, clock, scaled, spread
 from elfatt_sd.benchmarking.report import Results as Benchmark
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.report.data import ACCURACY, Results, Row
+from elfatt_sd.evaluation.report.data import ACCURACY, Results
 from elfatt_sd.evaluation.report.tables import (
-    Entry,
     Table,
     closeness_columns,
     figure_columns,
@@ -74,18 +73,17 @@ def study_table(results: Results) -> Table:
     """Build the table of a study: closeness to the untouched images, distance and accuracy, UNet time."""
     columns = closeness_columns(results)
     if results.distance is not None:
-        for title, make in figure_columns(results, results.distance, " ↓")[1:]:
+        for title, fields in figure_columns(results, results.distance, " ↓")[1:]:
             own = f"{results.distance} {title[0].lower()}{title[1:]}"
-            columns.append((own if "ifference" in title else title, make))
+            columns.append((own if "ifference" in title else title, fields))
     if ACCURACY in results.attributes:
-        title, plain = figure_columns(results, ACCURACY, " ↑")[0]
-
-        def judged(row: Row) -> Entry:
-            """The interval of the share alone does not tell: the verdict is of the paired difference."""
+        title, fields = figure_columns(results, ACCURACY, " ↑")[0]
+        for place, row in enumerate(results.rows):
+            # the interval of the share alone does not tell: the verdict is of the paired difference
             verdict = row.figure(ACCURACY).difference.verdict
-            return replace(plain(row), remark=verdict) if verdict in (BETTER, WORSE) else plain(row)
-
-        columns.append((title, judged))
+            if verdict in (BETTER, WORSE):
+                fields[place] = replace(fields[place], remark=verdict)
+        columns.append((title, fields))
     timed = any(row.timed["unet"].seconds_per_image is not None for row in results.rows)
     return make_table(results, [*columns, time_column(results, "unet" if timed else results.time_part)])
 

@@ -34,9 +34,7 @@ def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
     plots, missing = draw_plots(results, Palette(results))
     tables = written_tables(results)
     texts = {**tables, **({PAGE: render_page(results, plots, missing, tables)} if page else {})}
-    return {name: text.encode() for name, text in texts.items()} | {
-        f"{plot.chart.name}.png": plot.png for plot in plots
-    }
+    return {name: text.encode() for name, text in texts.items()} | {f"{plot.name}.png": plot.png for plot in plots}
 
 
 def replace_files(folder: Path, contents: Mapping[str, bytes]) -> None:
@@ -59,10 +57,10 @@ def written_tables(results: Results) -> dict[str, str]:
     said, words = headline(results), comparison(results)
     bullets = "".join(f"- {escape(sentence)}\n" for sentence in findings(results))
     parts = [f"# {escape(results.name)}", escape(said), bullets, tables.to_markdown(main), escape(words)]
-    if results.published:
+    if results.published.rows:
         titles, lines = tables.published_table(results)
         parts += [
-            f"## Published figures ({escape(results.source)})",
+            f"## Published figures ({escape(str(results.published.source))})",
             tables.md_table(titles, lines, [title != "Method" for title in titles]),
         ]
     parts += ["## Further metrics", tables.to_markdown(metrics)] if metrics else []

@@ -83,6 +83,8 @@ class Chart(NamedTuple):
     caption: str  # how to read it
     figure: Figure
     points: list[str]
+    svg: str = ""  # inline SVG, without references to anything outside
+    png: bytes = b""
 
     @property
     def alt(self) -> str:
@@ -354,17 +356,11 @@ _STYLE: Any = {
 }
 
 
-class Plot(NamedTuple):
-    chart: Chart
-    svg: str  # inline SVG, without references to anything outside
-    png: bytes
-
-
-def draw_plots(results: Results, palette: Palette) -> tuple[list[Plot], list[str]]:
+def draw_plots(results: Results, palette: Palette) -> tuple[list[Chart], list[str]]:
     with drawing():
         made = [make(results, palette) for make in PLOTS]
         charts = [chart for chart in made if isinstance(chart, Chart)]
-        plots = [Plot(chart, _inline_svg(chart), to_png(chart.figure)) for chart in charts]
+        plots = [chart._replace(svg=_inline_svg(chart), png=to_png(chart.figure)) for chart in charts]
     return plots, [line for line in made if isinstance(line, str)]
 
 

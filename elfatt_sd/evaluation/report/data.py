@@ -1,4 +1,4 @@
-"""A run as its report reads it: `results.json` as Structs, and a name for every row."""
+"""A run as its report reads it: what `results.json` holds, and a name for every row."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.records import (
-    Changes,
-    Figure,
-    ResultRow,
-    ResultsRecord,
-    Seconds,
-    estimate,
-    read_data,
-    without_intervals_of_few,
-    without_nulls,
-)
+from elfatt_sd.evaluation import records
 from elfatt_sd.evaluation.run import RESULTS_FILE
 from elfatt_sd.evaluation.statistics import TOO_FEW
 from elfatt_sd.files import checked
@@ -34,82 +24,96 @@ CROWD = 8  # methods; with more, colours repeat and a legend cannot name them
 _TEXTS = 14  # rows; with more, their texts in a plot cover each other
 
 
-class Row:
+class Row(records.ResultRow, eq=False, dict=True):
     """One cell of the run: a method with its settings, and all that was measured of it."""
 
-    def __init__(self, record: ResultRow, varied: Sequence[str], number: int | None) -> None:
-        self.record = record
-        self.cell, self.role, self.settings, self.failed = record.cell, record.role, record.settings, record.failed
-        self.label = label_of(record)
+    def __post_init__(self) -> None:
+        self.label = self.label or self.method or self.cell or "unnamed"
+        self.method = self.peer or self.method  # the name in configurations; of a peer the package
+        self.figures = {**self.distances, **self.metrics}
+        self.figures |= {f"accuracy {name}": figure for name, figure in self.accuracy.items()}
+        for name, figure in self.distances.items():  # no Frechet distance is below 0; estimates of kernel ones may be
+            if figure.interval and not is_kernel(name):
+                self.figures[name] = structs.replace(figure, interval=[max(end, 0.0) for end in figure.interval])
+        self.changes: dict[str, records.Changes] = {measure: getattr(self.paired, measure) for measure in MEASURES}
+        self.timed: dict[str, records.Seconds] = {part: getattr(self.time, part) for part in PARTS}
+        self.identical = self.paired.psnr.identical  # images that equal the baseline's in every pixel
+        self.mostly_identical = 2 * (self.identical or 0) > (self.images or 0)
+        # Mean PSNR of the images that differ; None where most are identical.
+        self.psnr = None if self.mostly_identical else self.paired.psnr.estimate
+        # GiB that one more image of a batch takes, with the interval that the fit allows.
+        self.slope = records.estimate(self.memory.gib_per_image, self.memory.interval)
+        self.speed: records.Estimate | None = None  # of the part that is in the main table
+        self.verdicts: dict[str, str | None] = {}  # by the names of figures; see `Results.judges`
+        self.verdict: str | None = None  # the first of them
+
+    def give_names(self, varied: Sequence[str], number: int | None) -> None:
         self.number = number  # its place in a run of so many rows that they are known by their numbers, else None
         self.title = self.label if number is None else f"{number} · {self.label}"
-        texts = [(name, setting_text(self.settings[name])) for name in varied if self.settings.get(name) is not None]
+        texts = [(name, setting_text(self.settings[name])) for name in varied if name in self.settings]
         # the settings that vary: `0.5, block size 128`
         self.suffix = ", ".join(
             text if name == "ratio" else f"{setting_title(name).lower()} {text}" for name, text in texts
         )
         # what tells the row from all others in a plot or a sentence; see `Results`
         self.name = f"{self.title} {self.suffix}".strip() + " (null row)" * (self.role == NULL)
-        self.method = record.peer or record.method  # the name in configurations; of a peer the package
-        self.images, self.time, self.memory = record.images, record.time, record.memory
-        self.figures = {**record.distances, **record.metrics}
-        self.figures |= {f"accuracy {name}": figure for name, figure in record.accuracy.items()}
-        for name, figure in record.distances.items():  # no Frechet distance is below 0; estimates of kernel ones may be
-            if figure.interval and not is_kernel(name):
-                self.figures[name] = structs.replace(figure, interval=[max(end, 0.0) for end in figure.interval])
-        self.changes: dict[str, Changes] = {measure: getattr(record.paired, measure) for measure in MEASURES}
-        self.timed: dict[str, Seconds] = {part: getattr(record.time, part) for part in PARTS}
-        self.identical = self.changes["psnr"].identical  # images that equal the baseline's in every pixel
-        self.mostly_identical = 2 * (self.identical or 0) > (self.images or 0)
-        # Mean PSNR of the images that differ; None where most are identical.
-        self.psnr = None if self.mostly_identical else self.changes["psnr"].estimate
-        self.verdicts: dict[str, str | None] = {}  # by the names of figures; see `Results.judges`
-        self.verdict: str | None = None  # the first of them
-        # GiB that one more image of a batch takes, with the interval that the fit allows.
-        self.slope = estimate(self.memory.gib_per_image, self.memory.interval)
 
-    def figure(self, name: str | None) -> Figure:
+    def figure(self, name: str | None) -> records.Figure:
         """Return a distance, an accuracy or a metric, empty where the row has none."""
-        return self.figures.get(name or "", Figure())
+        return self.figures.get(name or "", records.Figure())
 
 
-class Results:
-    """A run: its rows, and what they have in common. `data` is the content of `results.json`."""
+class Published(Struct, frozen=True):
+    source: Any = "published"
+    rows: list[dict[str, Any]] = []
 
-    def __init__(self, data: Mapping[str, Any], folder: Path = Path()) -> None:
-        self.data, self.folder = data, folder
-        # results of earlier versions had such intervals
-        rows = without_intervals_of_few(data.get("rows") or [])
-        records = checked(without_nulls(rows), list[ResultRow])
-        self.varied = _varied_settings(records)
-        methods = {label_of(record) for record in records if record.role not in (BASELINE, NULL)}
-        self.legend = len(methods) <= CROWD  # whether the legend of a plot can name all methods
-        self.crowded = not self.legend or len(records) > _TEXTS  # whether rows are known by their numbers
-        self.rows = [
-            Row(record, self.varied, place if self.crowded else None) for place, record in enumerate(records, 1)
-        ]
+
+class Results(Struct, eq=False, dict=True):
+    """A run: its rows, and what they have in common."""
+
+    format: Literal[1]
+    rows: list[Row]
+    name: str = "unnamed protocol"
+    description: str = ""
+    identity: str = ""
+    protocol: dict[str, Any] = {}  # the whole protocol, overrides included
+    environment: dict[str, Any] = {}  # the machine and the versions
+    reference: dict[str, records.ReferenceRecord] = {}
+    published: Published = Published()
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], folder: Path = Path()) -> Results:
+        """Read what `results.json` holds; intervals of too few classes, which earlier versions wrote, are left out."""
+        known = {**data, "rows": records.without_intervals_of_few(data.get("rows") or [])}
+        free = {key: data[key] for key in ("protocol", "environment") if data.get(key)}  # with their nulls
+        results = checked({**records.without_nulls(known), **free}, cls)
+        results.data, results.folder = data, folder
+        return results
+
+    def __post_init__(self) -> None:
+        self.data: Mapping[str, Any] = {}
+        self.folder = Path()
+        self.varied = _varied_settings(self.rows)
+        self.baseline = next((row for row in self.rows if row.role == BASELINE), None)
+        self.null = next((row for row in self.rows if row.role == NULL), None)  # untouched, with other seeds
+        self.methods = [row for row in self.rows if row.role not in (BASELINE, NULL)]
+        self.legend = len({row.label for row in self.methods}) <= CROWD  # whether that of a plot can name all methods
+        self.crowded = not self.legend or len(self.rows) > _TEXTS  # whether rows are known by their numbers
+        for place, row in enumerate(self.rows, 1):
+            row.give_names(self.varied, place if self.crowded else None)
         counts = Counter(row.name for row in self.rows)
         for row in self.rows:
             row.name += f" ({row.cell})" * (counts[row.name] > 1)
         self.distances, attributes, self.metrics = (
-            list(dict.fromkeys(name for record in records for name in getattr(record, kind)))
+            list(dict.fromkeys(name for row in self.rows for name in getattr(row, kind)))
             for kind in ("distances", "accuracy", "metrics")
         )
         self.attributes = [f"accuracy {name}" for name in attributes]
         # those that compare with the untouched images first
         self.metrics.sort(key=lambda name: not any(row.figure(name).compares for row in self.rows))
-        self.name: str = data.get("name") or "unnamed protocol"
-        self.protocol: Mapping[str, Any] = data.get("protocol") or {}  # the whole protocol, overrides included
-        self.environment: Mapping[str, Any] = data.get("environment") or {}  # the machine and the versions
         self.timing: Mapping[str, Any] = self.environment.get("timing") or {}  # where and when time was taken
         # the machine of the timing; where nothing was timed, that of the images
         self.machine: Mapping[str, Any] = self.timing.get("environment") or self.environment
-        published = data.get("published") or {}
-        self.source = str(published.get("source") or "published")
-        self.published: Sequence[Mapping[str, Any]] = published.get("rows") or []
-        self.baseline = next((row for row in self.rows if row.role == BASELINE), None)
-        self.null = next((row for row in self.rows if row.role == NULL), None)  # untouched, with other seeds
-        self.methods = [row for row in self.rows if row.role not in (BASELINE, NULL)]
         # of the main table: the first Frechet distance, or what there is
         self.distance = next((name for name in self.distances if not is_kernel(name)), next(iter(self.distances), None))
         # all figures with verdicts, that of the main table first
@@ -120,6 +124,8 @@ class Results:
             row.verdict = next(iter(row.verdicts.values()), None)
         timed = (part for part in PARTS if any(row.timed[part].seconds_per_image is not None for row in self.rows))
         self.time_part = next(timed, "end_to_end")  # of the main table
+        for row in self.rows:
+            row.speed = row.timed[self.time_part].speed
 
     @property
     def hardware(self) -> str:
@@ -139,18 +145,14 @@ class Results:
 
 def load_results(folder: Path) -> Results:
     path = folder / RESULTS_FILE
-    data = read_data(path, ResultsRecord, "make it again with `elfatt-sd eval report`")
+    data = records.read_data(path, Results, "make it again with `elfatt-sd eval report`")
     if data is None:
         raise ElfattError(f"{path} does not exist; `elfatt-sd eval score` writes it.")
-    return Results(data, folder)
+    return Results.of(data, folder)
 
 
 def is_kernel(name: str) -> bool:
     return name.startswith(("KID", "KD"))
-
-
-def label_of(record: ResultRow) -> str:
-    return record.label or record.method or record.cell or "unnamed"
 
 
 def setting_title(name: str) -> str:
@@ -175,13 +177,10 @@ def shortened(text: str, width: int) -> str:
     return f"{text[: width - len(end)].rpartition(' ')[0].rstrip(',') or text[: width - len(end) - 1]}…{end}"
 
 
-def _varied_settings(records: Sequence[ResultRow]) -> list[str]:
+def _varied_settings(rows: Sequence[Row]) -> list[str]:
     """Name the ratio and the settings in which rows of one method differ, the ratio first."""
-    names = dict.fromkeys(name for record in records for name in record.settings)
-    methods = {(label_of(record), record.method) for record in records}
-    values = {
-        name: {(label_of(each), each.method, setting_text(each.settings.get(name))) for each in records}
-        for name in names
-    }
+    names = dict.fromkeys(name for row in rows for name in row.settings)
+    methods = {(row.label, row.method) for row in rows}
+    values = {name: {(row.label, row.method, setting_text(row.settings.get(name))) for row in rows} for name in names}
     varied = [name for name in names if name == "ratio" or len(values[name]) > len(methods)]
     return sorted(varied, key=lambda name: name != "ratio")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from elfatt_sd.evaluation.records import MadeImage
-from elfatt_sd.evaluation.report.charts import METHODS, METHODS_DARK, Palette, Plot
+from elfatt_sd.evaluation.report.charts import METHODS, METHODS_DARK, Chart, Palette
 from elfatt_sd.evaluation.report.data import NULL, PARTS, Results, Row, is_kernel
 from elfatt_sd.evaluation.report.summary import comparison, findings, headline, recommended
 from elfatt_sd.evaluation.report.tables import main_table, metrics_table, more_table, published_table, shown
@@ -61,13 +61,11 @@ class Pictures:
         self.results = results
         # of the rows that start from the same latents: all but the null row; by their indices
         self.made: dict[Row, dict[int, MadeImage]] = {}
-        for row in results.rows:
+        self.folders = {row: RowFolder(results.folder / "cells" / row.cell) for row in results.rows}
+        for row, folder in self.folders.items():
             if row.role != NULL and is_plain_name(row.cell):  # a folder of this run alone
-                made = {each.index: each for each in self._folder(row).known_images()}
+                made = {each.index: each for each in folder.known_images()}
                 self.made |= {row: made} if made else {}
-
-    def _folder(self, row: Row) -> RowFolder:
-        return RowFolder(self.results.folder / "cells" / row.cell)
 
     def grid(self, detail: Detail) -> list[list[Picture]]:
         """Return the images of latents that all rows have, chosen evenly; unfinished rows are left aside."""
@@ -83,7 +81,7 @@ class Pictures:
         if base is None or base not in self.made:
             return []
         for row, made in self.made.items():
-            shared = [index for index in row.record.most_changed if index in made][: detail.pairs]
+            shared = [index for index in row.most_changed if index in made][: detail.pairs]
             if row is not base and shared:
                 pairs = [(self.picture(base, index, detail), self.picture(row, index, detail)) for index in shared]
                 found.append((row, pairs))
@@ -95,7 +93,7 @@ class Pictures:
         if made is None:
             return Picture(row, index, prompt, "", "no image")
         clip = self.results.protocol.get("frames") or 1, self.results.protocol.get("frame_rate") or 16.0
-        uri, gap = _data_uri(self._folder(row).image_file(index), made.sha256, detail, *clip)
+        uri, gap = _data_uri(self.folders[row].image_file(index), made.sha256, detail, *clip)
         return Picture(row, index, prompt, uri, gap)
 
 
@@ -131,7 +129,7 @@ STYLE = _HERE / "style.css"
 _TYPES = {".csv": "text/csv", ".md": "text/markdown", ".tex": "application/x-tex"}
 
 
-def render_page(results: Results, plots: Sequence[Plot], missing: Sequence[str], files: Mapping[str, str]) -> str:
+def render_page(results: Results, plots: Sequence[Chart], missing: Sequence[str], files: Mapping[str, str]) -> str:
     from markupsafe import Markup
 
     light, dark = (

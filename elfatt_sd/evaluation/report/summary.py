@@ -21,12 +21,12 @@ _NOT_WORSE = (BETTER, NO_DIFFERENCE)
 
 def headline(results: Results) -> str:
     """Say what a user wants to know: the fastest method that is not shown to be worse, and how close it stays."""
-    part, best = results.time_part, recommended(results)
-    ratio = best.timed[part].speed if best else None
-    if best is None or ratio is None:
+    best = recommended(results)
+    if best is None or best.speed is None:
         return "Time was not measured."
-    alone = "UNet alone, " if part == "unet" else ""
-    figures = f"{best.name}: {fixed(ratio.value, 2)} times as fast as the untouched pipeline ({alone}{span(ratio, 2)})"
+    times, spread = fixed(best.speed.value, 2), span(best.speed, 2)
+    alone = "UNet alone, " if results.time_part == "unet" else ""
+    figures = f"{best.name}: {times} times as fast as the untouched pipeline ({alone}{spread})"
     verdicts = best.verdicts
     for verdict, words in _QUALITY.items():
         names = [name.removesuffix(" mean") for name, found in verdicts.items() if found == verdict]
@@ -35,7 +35,7 @@ def headline(results: Results) -> str:
         figures += ", most images identical"
     elif best.psnr is not None:
         figures += f", PSNR {fixed(best.psnr.value, 1)} dB"
-    again = results.null and results.null.timed[part].speed
+    again = results.null and results.null.speed
     if again and max(abs(again.value - 1), *(abs(end - 1) for end in again.ends or ())) >= _TRIFLE:
         figures += f"; untouched timed again: {_times(again)}"
     faster = _is_faster(results, best)
@@ -47,15 +47,14 @@ def headline(results: Results) -> str:
         return f"{figures}. Its quality is not judged: {why}."
     if faster:
         return f"No setting is shown to be faster without being worse. {figures}."
-    rounds = len(best.timed[part].values)
+    rounds = len(best.timed[results.time_part].values)
     needed = f" by {plural(rounds, 'round')} of timing ({FEW_REPEATS} are needed)" if rounds < FEW_REPEATS else ""
     return f"No setting is shown to be faster{needed}. {figures}."
 
 
 def findings(results: Results) -> list[str]:
     """Speak of verdicts, chance, speed, and what limits the run: few images or rounds, unreadable ones, failed rows."""
-    references = (results.data.get("reference") or {}).values()
-    unreadable = list(dict.fromkeys(name for part in references for name in (part or {}).get("unreadable") or ()))
+    unreadable = [*dict.fromkeys(name for part in results.reference.values() for name in part.unreadable)]
     failed = [row.name for row in results.rows if row.failed]
     limit = results.protocol.get("limit")
     gaps = [f"A quick look: every row was limited to {plural(limit, 'image')}."] if limit else []
@@ -68,7 +67,7 @@ def findings(results: Results) -> list[str]:
 
 
 def comparison(results: Results) -> str:
-    if not results.published:
+    if not results.published.rows:
         return "No published table belongs to this protocol; a number means nothing without its protocol's name."
     return (
         "Compare the direction of differences to the untouched pipeline and ratios of times, not values: they move "
@@ -78,27 +77,24 @@ def comparison(results: Results) -> str:
 
 def recommended(results: Results) -> Row | None:
     """Return the fastest method that is shown to be faster and judged not to be worse, or what comes next to that."""
-    speeds = _speeds(results)
-    faster = [row for row in speeds if _is_faster(results, row)]
+    timed = _fastest(results)
+    faster = [row for row in timed if _is_faster(results, row)]
     good = [row for row in faster if WORSE not in row.verdicts.values()]
     judged = [row for row in good if row.verdict in _NOT_WORSE]
-    chosen = judged or good or faster or [*speeds]
     unfailed = next((row for row in results.methods if not row.failed), None)
-    return max(chosen, key=lambda row: speeds[row].value, default=unfailed)
+    return next(iter(judged or good or faster or timed), unfailed)
 
 
-def _speeds(results: Results) -> dict[Row, Estimate]:
-    """Return how many times as fast as the untouched pipeline each method is that was timed."""
-    speeds = {row: row.timed[results.time_part].speed for row in results.methods if not row.failed}
-    return {row: speed for row, speed in speeds.items() if speed is not None}
+def _fastest(results: Results) -> list[Row]:
+    """Return the methods that were timed, the fastest first."""
+    speeds = {row: row.speed.value for row in results.methods if row.speed and not row.failed}
+    return sorted(speeds, key=lambda row: -speeds[row])
 
 
 def _is_faster(results: Results, row: Row) -> bool:
     """Tell whether all rounds were faster, and faster than the null row's, and there were enough of them."""
-    part = results.time_part
-    again, ratio = results.null and results.null.timed[part].ratio, row.timed[part].ratio
-    enough = len(row.timed[part].values) >= FEW_REPEATS
-    return enough and ratio is not None and ratio.low > max(1.0, again.high if again else 1.0)
+    own, again = ((each and each.speed and each.speed.ends) or (0.0, 0.0) for each in (row, results.null))
+    return len(row.timed[results.time_part].values) >= FEW_REPEATS and own[0] > max(1.0, again[1])
 
 
 def _times(ratio: Estimate) -> str:
@@ -137,12 +133,10 @@ def _null(results: Results) -> str:
 
 
 def _speed(results: Results) -> str:
-    part, speeds = results.time_part, _speeds(results)
-    if not speeds:
+    best, again = next(iter(_fastest(results)), None), results.null and results.null.speed
+    if best is None or best.speed is None:
         return "Time was not measured."
-    best = max(speeds, key=lambda row: speeds[row].value)
     place = f" on {results.hardware}" if results.hardware else ""
     start = "Fastest by the median" if _is_faster(results, best) else "None is shown to be faster; highest median"
-    again = results.null and results.null.timed[part].speed
     noise = f"; the null row, untouched again: {_times(again)}" if again else ""
-    return f"{start}, {PARTS[part]}{place}: {best.name}, {_times(speeds[best])} as fast{noise}."
+    return f"{start}, {PARTS[results.time_part]}{place}: {best.name}, {_times(best.speed)} as fast{noise}."

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -16,7 +16,6 @@ from elfatt_sd.evaluation.records import Estimate, estimate
 from elfatt_sd.evaluation.report.data import (
     ACCURACY,
     BASELINE,
-    MEASURES,
     NULL,
     PARTS,
     Results,
@@ -38,7 +37,7 @@ _CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f{_REORDERI
 
 
 @dataclass(frozen=True)
-class Entry:
+class Field:
     text: str  # the figure
     note: str = ""  # its interval or spread, set smaller
     kind: str = "number"  # or `text`, `setting`, `reference`, `missing`, a verdict: `better`, `worse`, `same`, `few`
@@ -52,7 +51,7 @@ class Entry:
 @dataclass(frozen=True)
 class Line:
     row: Row
-    entries: list[Entry]
+    entries: list[Field]
     rule: bool = False  # whether a rule separates it from the row before it
 
 
@@ -63,8 +62,7 @@ class Table:
     lines: list[Line]
 
 
-Maker = Callable[[Row], Entry]
-Columns = list[tuple[str, Maker]]
+Column = tuple[str, list[Field]]  # a title, and what stands there of each row
 
 
 def main_table(results: Results) -> Table:
@@ -72,56 +70,54 @@ def main_table(results: Results) -> Table:
 
     On the toy the accuracy of all attributes follows the distance.
     """
-
-    def limit(row: Row) -> str | None:
-        return row.memory.failed or row.memory.note
-
     columns = figure_columns(results, results.distance, " ↓") if results.distance else []
     columns += figure_columns(results, ACCURACY, " ↑")[:1] if ACCURACY in results.attributes else []
-    slope = estimates(results, lambda row: row.slope, least=2, reason=limit)
-    memory = ("GiB/img", lambda row: replace(slope(row), remark=(row.slope and limit(row)) or ""))
-    columns += [time_column(results, results.time_part), memory, closeness_columns(results)[0]]
+    limits = [row.memory.failed or row.memory.note for row in results.rows]
+    memory = estimates(results, [row.slope for row in results.rows], least=2, reasons=limits)
+    for place, (row, limit) in enumerate(zip(results.rows, limits, strict=True)):
+        if row.slope and limit:
+            memory[place] = replace(memory[place], remark=limit)
+    columns += [time_column(results, results.time_part), ("GiB/img", memory), closeness_columns(results)[0]]
     return make_table(results, columns)
 
 
 def more_table(results: Results) -> Table:
     """Build the table of everything else: other distances, SSIM, cosine, accuracy, UNet time, memory fit."""
-    columns: Columns = [("Pictures", lambda row: _missing(row) if row.images is None else Entry(str(row.images)))]
+    rows = results.rows
+    columns = [("Pictures", [_missing(row) if row.images is None else Field(str(row.images)) for row in rows])]
     for name in results.distances:
         columns += figure_columns(results, name, " ↓") if name != results.distance else []
     columns += closeness_columns(results)[1:]
     for name in results.attributes:  # of all attributes the accuracy itself is in the main table
         columns += figure_columns(results, name)[1:] if name == ACCURACY else figure_columns(results, name)[:1]
     columns += [time_column(results, part) for part in PARTS if part != results.time_part]
-    plain: dict[str, Callable[[Row], float | None]] = {
-        "Attention density": lambda row: row.record.cost.density,
-        "Denoiser, 10¹² multiply-adds/img": lambda row: (adds := row.record.cost.multiply_adds) and adds / 1e12,
-        "Memory at batch 0, GiB": lambda row: row.memory.intercept_gib,
-        "Fit error, GiB": lambda row: row.memory.fit_error_gib,
+    plain: dict[str, list[float | None]] = {
+        "Attention density": [row.cost.density for row in rows],
+        "Denoiser, 10¹² multiply-adds/img": [(adds := row.cost.multiply_adds) and adds / 1e12 for row in rows],
+        "Memory at batch 0, GiB": [row.memory.intercept_gib for row in rows],
+        "Fit error, GiB": [row.memory.fit_error_gib for row in rows],
     }
-    for title, get in plain.items():
-        known = {row: estimate(get(row)) for row in results.rows}
-        if any(known.values()):
-            columns.append((title, estimates(results, known.__getitem__)))
+    known = {title: [*map(estimate, values)] for title, values in plain.items()}
+    columns += [(title, estimates(results, values)) for title, values in known.items() if any(values)]
     return make_table(results, columns)
 
 
 def metrics_table(results: Results) -> Table | None:
-    columns: Columns = []
+    columns = list[Column]()
     for name in results.metrics:
         better = next((row.figure(name).better for row in results.rows if row.figure(name).better), "")
         columns += figure_columns(results, name, _ARROWS.get(better, ""))
     return make_table(results, columns) if columns else None
 
 
-def make_table(results: Results, made: Columns) -> Table:
-    titles = ["Method", *map(setting_title, results.varied), *(title for title, _ in made)]
+def make_table(results: Results, columns: Sequence[Column]) -> Table:
+    titles = ["Method", *map(setting_title, results.varied), *(title for title, _ in columns)]
     lines: list[Line] = []
-    for row in results.rows:
+    for place, row in enumerate(results.rows):
         note = {BASELINE: "(untouched)", NULL: "(null row)"}.get(row.role, "")
-        entries = [Entry(row.title, f"failed: {row.failed}" if row.failed else note, "text")]
-        entries += [Entry(setting_text(row.settings.get(key)), kind="setting") for key in results.varied]
-        entries += [Entry(DASH, kind="missing") if row.failed else make(row) for _, make in made]
+        entries = [Field(row.title, f"failed: {row.failed}" if row.failed else note, "text")]
+        entries += [Field(setting_text(row.settings.get(key)), kind="setting") for key in results.varied]
+        entries += [Field(DASH, kind="missing") if row.failed else fields[place] for _, fields in columns]
         rule = bool(lines) and (lines[-1].row.label, lines[-1].row.role) != (row.label, row.role)
         lines.append(Line(row, entries, rule))
     return Table(titles, [title != "Method" and "erdict" not in title for title in titles], lines)
@@ -129,117 +125,98 @@ def make_table(results: Results, made: Columns) -> Table:
 
 def published_table(results: Results) -> tuple[list[str], list[list[str]]]:
     """Return the published table, which stands in the protocol, as titles and texts."""
-    names = dict.fromkeys(key for row in results.published for key in row)
+    names = dict.fromkeys(key for row in results.published.rows for key in row)
     settings = [key for key in names if key not in ("label", *_PRINTED)]
     titles = ["Method", *map(setting_title, settings), *(title for title, _ in _PRINTED.values())]
     lines = []
-    for row in results.published:
+    for row in results.published.rows:
         values = ((row.get(key), decimals) for key, (_, decimals) in _PRINTED.items())
         figures = [fixed(value, decimals) if isinstance(value, int | float) else DASH for value, decimals in values]
         lines.append([str(row.get("label", "")), *(setting_text(row.get(key)) for key in settings), *figures])
     return titles, lines
 
 
-# Columns: a title, and what makes the entry of a row.
+# Columns.
 
 
 def estimates(
     results: Results,
-    get: Callable[[Row], Estimate | None],
+    values: Sequence[Estimate | None],
     *,
     sign: bool = False,
     least: int = 0,
     paired: bool = False,
-    reason: Callable[[Row], str | None] = lambda row: None,
-) -> Maker:
-    """Make entries of values with their intervals; the untouched pipeline has none that is `paired`."""
-    decimals = max(decimals_for(map(get, results.rows)), least)
+    reasons: Sequence[str | None] = (),
+) -> list[Field]:
+    """Write the value of each row with its interval; the untouched pipeline has none that is `paired`."""
+    decimals = max(decimals_for(values), least)
+    return [
+        Field(fixed(value.value, decimals, sign=sign), interval(value, decimals, sign=sign))
+        if value
+        else _missing(row, reason, paired=paired)
+        for row, value, reason in zip(results.rows, values, reasons or [None] * len(values), strict=True)
+    ]
 
-    def make(row: Row) -> Entry:
-        if (found := get(row)) is None:
-            return _missing(row, reason(row), paired=paired)
-        return Entry(fixed(found.value, decimals, sign=sign), interval(found, decimals, sign=sign))
 
-    return make
-
-
-def _missing(row: Row, reason: str | None = None, *, paired: bool = False) -> Entry:
+def _missing(row: Row, reason: str | None = None, *, paired: bool = False) -> Field:
     """Say why a row has no figure: the untouched pipeline is what others are compared with."""
     if paired and row.role == BASELINE:
-        return Entry(REFERENCE, kind="reference")
-    return Entry(reason or MISSING, kind="missing")
+        return Field(REFERENCE, kind="reference")
+    return Field(reason or MISSING, kind="missing")
 
 
-def figure_columns(results: Results, name: str, arrow: str = "") -> Columns:
+def figure_columns(results: Results, name: str, arrow: str = "") -> list[Column]:
     """The columns of a distance, an accuracy or a metric: value, and where there are any, differences and verdicts."""
     figures = [row.figure(name) for row in results.rows]
+    moved, verdicts = ([getattr(each.difference, key) for each in figures] for key in ("estimate", "verdict"))
     title = "Accuracy" if name == ACCURACY else name
     if name in results.attributes and name != ACCURACY:
         title = f"{setting_title(name.removeprefix('accuracy '))} accuracy"
     names = ("Difference", "Verdict") if name == results.distance else (f"{title} difference", f"{title} verdict")
-    limit = ", extrapolated" if results.extrapolated(name) else ""  # to infinitely many images
-    missing = DASH if results.withheld(name) else None
-    difference = estimates(
-        results, lambda row: row.figure(name).difference.estimate, sign=True, paired=True, reason=lambda row: missing
-    )
-
-    def verdict(row: Row) -> Entry:
-        said = row.figure(name).difference.verdict
-        return (
-            Entry(said, kind=_VERDICTS.get(said, "same")) if said else replace(_missing(row, paired=True), kind="text")
-        )
-
     compares = any(figure.compares for figure in figures)  # with the untouched images
-    values = estimates(results, lambda row: row.figure(name).estimate, paired=compares)
-    columns: Columns = [(f"{title}{arrow}", values)]
-    if any(figure.difference.value is not None or figure.difference.verdict for figure in figures):
-        columns.append((f"{names[0]}{limit}", difference))
-    if any(figure.difference.verdict for figure in figures):
-        columns.append((names[1], verdict))
+    columns = [(f"{title}{arrow}", estimates(results, [each.estimate for each in figures], paired=compares))]
+    if any(moved) or any(verdicts):
+        limit = ", extrapolated" if results.extrapolated(name) else ""  # to infinitely many images
+        reasons = [DASH if results.withheld(name) else None] * len(moved)
+        columns.append((f"{names[0]}{limit}", estimates(results, moved, sign=True, paired=True, reasons=reasons)))
+    if any(verdicts):
+        none = [replace(_missing(row, paired=True), kind="text") for row in results.rows]
+        judged = [said and Field(said, kind=_VERDICTS.get(said, "same")) for said in verdicts]
+        columns.append((names[1], [found or other for found, other in zip(judged, none, strict=True)]))
     return columns
 
 
-def closeness_columns(results: Results) -> Columns:
+def closeness_columns(results: Results) -> list[Column]:
     """The columns of PSNR, of the PSNR of the image that is changed most where it was kept, of SSIM and cosine."""
-
-    def measure(name: str, least: int) -> Maker:
-        return estimates(results, lambda row: row.changes[name].estimate, least=least, paired=True)
-
-    psnr = measure("psnr", 1)
-
-    def mean(row: Row) -> Entry:
-        equal = f"{row.identical} of {row.images}" if row.identical else ""
-        if row.mostly_identical:
-            return Entry("identical", f"({equal})")
-        return replace(psnr(row), remark=equal and f"{equal} identical")
-
-    def lowest(row: Row) -> Entry:
-        """And how many images have become others."""
-        changes = row.changes["psnr"]
-        if changes.lowest is None:
-            return Entry("identical") if row.identical else _missing(row, paired=True)
-        others = sum(value is not None and value < OTHER_IMAGE for value in changes.pictures)
-        return Entry(fixed(changes.lowest, 1), f"({others} below {OTHER_IMAGE})" if others else "")
-
-    kept = any(row.changes["psnr"].lowest is not None for row in results.rows)
-    middle: Columns = [("Lowest PSNR, dB", lowest)] if kept else []
-    return [("PSNR, dB", mean), *middle, ("SSIM", measure("ssim", 2)), ("Feature cosine", measure("cosine", 2))]
-
-
-def time_column(results: Results, part: str) -> tuple[str, Maker]:
-    seconds = estimates(
-        results,
-        lambda row: estimate(row.timed[part].seconds_per_image),
-        reason=lambda row: row.time.failed,
+    psnr, ssim, cosine = (
+        estimates(results, [row.changes[name].estimate for row in results.rows], least=least, paired=True)
+        for name, least in {"psnr": 1, "ssim": 2, "cosine": 2}.items()
     )
+    lowest = list[Field]()  # and how many images have become others
+    for place, row in enumerate(results.rows):
+        changes, equal = row.paired.psnr, f"{row.identical} of {row.images}" if row.identical else ""
+        others = sum(value is not None and value < OTHER_IMAGE for value in changes.pictures)
+        if changes.lowest is None:
+            lowest.append(Field("identical") if row.identical else _missing(row, paired=True))
+        else:
+            lowest.append(Field(fixed(changes.lowest, 1), f"({others} below {OTHER_IMAGE})" if others else ""))
+        if row.mostly_identical:
+            psnr[place] = Field("identical", f"({equal})")
+        elif equal:
+            psnr[place] = replace(psnr[place], remark=f"{equal} identical")
+    kept = any(row.paired.psnr.lowest is not None for row in results.rows)
+    middle = [("Lowest PSNR, dB", lowest)] if kept else []
+    return [("PSNR, dB", psnr), *middle, ("SSIM", ssim), ("Feature cosine", cosine)]
 
-    def make(row: Row) -> Entry:
-        entry, ratio = seconds(row), row.timed[part].speed
-        if ratio is None or row.role == BASELINE or entry.kind == "missing":
-            return entry
-        return replace(entry, note=f"{fixed(ratio.value, 2)}{TIMES} ({span(ratio, 2)})")
 
-    return TIME_COLUMNS[part], make
+def time_column(results: Results, part: str) -> Column:
+    seconds = [estimate(row.timed[part].seconds_per_image) for row in results.rows]
+    fields = estimates(results, seconds, reasons=[row.time.failed for row in results.rows])
+    for place, row in enumerate(results.rows):
+        ratio = row.timed[part].speed
+        if ratio and seconds[place] and row.role != BASELINE:
+            fields[place] = replace(fields[place], note=f"{fixed(ratio.value, 2)}{TIMES} ({span(ratio, 2)})")
+    return TIME_COLUMNS[part], fields
 
 
 # Numbers and words as in print.
@@ -349,38 +326,37 @@ def to_latex(table: Table, caption: str, label: str) -> str:
 
 def to_csv(results: Results) -> str:
     """Write every figure of every row, unrounded; an empty field is a figure that was not measured."""
-    records = [_record(results, row) for row in results.rows]
+    records: list[dict[str, Any]] = []
+    for row in results.rows:
+        record: dict[str, Any] = {"protocol": results.name, "identity": results.identity}
+        record |= {key: getattr(row, key) for key in ("cell", "label", "method", "role")}
+        record |= {f"setting_{key}": setting_text(value) for key, value in row.settings.items()}
+        record |= {"images": row.images, "classes": row.classes}
+        for name in results.distances:
+            extrapolated = row.figure(name).difference.images == "infinite" or None
+            record |= _figure_fields(name, row) | {f"{name} difference extrapolated": extrapolated}
+        for measure, changes in row.changes.items():
+            spread = estimate(changes.median, changes.quartiles)
+            ends = f"{measure} quartile 1", f"{measure} quartile 3"
+            record |= _fields(measure, changes.estimate) | _fields(f"{measure} median", spread, ends)
+            record[f"{measure} lowest"] = changes.lowest
+        record["psnr identical"] = row.identical
+        for name in (*results.attributes, *results.metrics):
+            record |= _figure_fields(name, row)
+        for part, seconds in row.timed.items():
+            record[f"{part} seconds_per_image"] = seconds.seconds_per_image
+            record |= _fields(f"{part} speedup", seconds.speed)
+        memory, adds = row.memory, row.cost.multiply_adds
+        record |= _fields("gib_per_image", row.slope)
+        record |= {"intercept_gib": memory.intercept_gib, "fit_error_gib": memory.fit_error_gib}
+        record |= {"density": row.cost.density, "multiply_adds": adds and float(adds)}
+        records.append(record | {"memory kind": memory.kind, "memory note": memory.note, "failed": row.failed})
     stream = io.StringIO(newline="")
     names = dict.fromkeys(name for record in records for name in record)
     writer = csv.DictWriter(stream, list(names), lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
     return stream.getvalue()
-
-
-def _record(results: Results, row: Row) -> dict[str, Any]:
-    record: dict[str, Any] = {"protocol": results.name, "identity": results.data.get("identity")}
-    record |= {key: getattr(row, key) for key in ("cell", "label", "method", "role")}
-    record |= {f"setting_{key}": setting_text(value) for key, value in row.settings.items()}
-    record |= {"images": row.images, "classes": row.record.classes}
-    for name in results.distances:
-        extrapolated = row.figure(name).difference.images == "infinite" or None
-        record |= _figure_fields(name, row) | {f"{name} difference extrapolated": extrapolated}
-    for measure in MEASURES:
-        changes, ends = row.changes[measure], (f"{measure} quartile 1", f"{measure} quartile 3")
-        spread = _fields(f"{measure} median", estimate(changes.median, changes.quartiles), ends)
-        record |= _fields(measure, changes.estimate) | spread | {f"{measure} lowest": changes.lowest}
-    record["psnr identical"] = row.identical
-    for name in (*results.attributes, *results.metrics):
-        record |= _figure_fields(name, row)
-    for part in PARTS:
-        record[f"{part} seconds_per_image"] = row.timed[part].seconds_per_image
-        record |= _fields(f"{part} speedup", row.timed[part].speed)
-    record |= _fields("gib_per_image", row.slope)
-    record |= {"intercept_gib": row.memory.intercept_gib, "fit_error_gib": row.memory.fit_error_gib}
-    multiply_adds = row.record.cost.multiply_adds
-    record |= {"density": row.record.cost.density, "multiply_adds": multiply_adds and float(multiply_adds)}
-    return record | {"memory kind": row.memory.kind, "memory note": row.memory.note, "failed": row.failed}
 
 
 def _figure_fields(name: str, row: Row) -> dict[str, Any]:

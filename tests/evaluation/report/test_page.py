@@ -25,7 +25,7 @@ CONTROLS = "a\x00b\x1bc\x7fd\ufffee\u202ef\u2066g\u200fh\u061c"
 
 
 def drawn(draw, results, *options):
-    shown = Results(results)
+    shown = Results.of(results)
     return draw(shown, Palette(shown), *options)
 
 
@@ -38,7 +38,7 @@ def test_the_words_of_page_and_plots_are_unchanged(run, sweep, snapshot):
     assert "\n".join(line.strip() for line in run[2].text.splitlines() if line.strip()) == snapshot
     for results in (run[1], sweep):
         plots, missing = drawn(draw_plots, results)
-        assert [*([plot.chart.name, plot.chart.caption, plot.chart.alt] for plot in plots), missing] == snapshot
+        assert [*([plot.name, plot.caption, plot.alt] for plot in plots), missing] == snapshot
 
 
 def test_the_page_stands_alone_and_is_accessible(run):
@@ -63,7 +63,7 @@ def test_the_page_stands_alone_and_is_accessible(run):
     for path in paths:
         with Image.open(path) as image:
             assert image.width > 900 and image.convert("L").getextrema()[0] < 100
-    styles = {row.label: Palette(Results(results)).style(row) for row in Results(results).methods}
+    styles = {row.label: Palette(Results.of(results)).style(row) for row in Results.of(results).methods}
     assert len({style.colour for style in styles.values()}) == len({style.marker for style in styles.values()}) == 3
     for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
         assert all(f"var({style.variable})" in svg and style.colour not in svg for style in styles.values())
@@ -91,7 +91,7 @@ def test_hostile_text_stays_text_without_control_characters(tmp_path):
     assert len(shown.all("script")) == 1
     assert not [name for _, attributes in shown.elements for name in attributes if name.startswith("on")]
     assert all(attributes.get("src", "data:").startswith("data:") for attributes in shown.all("img"))
-    assert shown.text.count("{{ 7 * 7 }}") >= 8 and "49" not in headline(Results(results))
+    assert shown.text.count("{{ 7 * 7 }}") >= 8 and "49" not in headline(Results.of(results))
     assert any(attributes.get("title") == HOSTILE for attributes in shown.all("span"))
     assert not list(tmp_path.parent.glob("*escaped*"))
     texts = {name: text_of(tmp_path, name) for name in ("index.html", "table.csv", "table.md", "table.tex")}
@@ -133,7 +133,7 @@ def test_pictures_are_those_of_the_same_latent_and_the_most_changed(run):
     finished = [row["cell"] for row in results["rows"] if not row["failed"] and row["role"] != "null"]
     for cell in finished:
         assert [item["data-index"] for item in buttons if item["data-cell"] == cell] == columns
-    pictures = Pictures(Results(results, folder))
+    pictures = Pictures(Results.of(results, folder))
     first = pictures.grid(page.DETAILS[0])[0][0]
     small = Image.open(io.BytesIO(base64.b64decode(first.uri.split("base64,")[1]))).convert("RGB")
     original = picture(first.index, 0.0, 128)
@@ -160,7 +160,7 @@ def test_pictures_that_are_not_the_runs_leave_a_gap(tmp_path):
     picture(0, 0).save(tmp_path / "secret" / "images" / "00000.png")
     results["rows"][3]["cell"] = "../../secret"
     results["protocol"]["frames"] = 7
-    pictures = Pictures(Results(results, tmp_path / "run"))
+    pictures = Pictures(Results.of(results, tmp_path / "run"))
     assert "../../secret" not in {row.cell for row in pictures.made}
     assert pictures.grid(page.DETAILS[-2])[0][0].gap == "no 7 frames"
     (tmp_path / "run" / "cells" / "sd" / "manifest.jsonl").write_text("not json\n")
@@ -169,7 +169,7 @@ def test_pictures_that_are_not_the_runs_leave_a_gap(tmp_path):
 
 
 def test_the_page_keeps_below_its_size(run, monkeypatch):
-    shown = Results(run[1], run[0])
+    shown = Results.of(run[1], run[0])
     limit = len(page.render_page(shown, [], [], {}).encode()) - 100_000
     monkeypatch.setattr(page, "MAX_BYTES", limit)
     small = page.render_page(shown, [], [], {})
@@ -183,7 +183,7 @@ def test_the_page_keeps_below_its_size(run, monkeypatch):
 def test_plots_show_every_picture_and_the_intervals_of_differences(results):
     """The distance of the methods is known less well than how it differs from the untouched pipeline's."""
     results["rows"][2]["paired"]["psnr"]["pictures"][5] = None
-    rows = [row for row in Results(results).rows if row.psnr is not None]
+    rows = [row for row in Results.of(results).rows if row.psnr is not None]
     (axes,) = drawn(charts.closeness, results).figure.axes
     assert [list(line.get_xdata()) for line in axes.lines[::2]] == [
         [value for value in row.changes["psnr"].pictures if value is not None] for row in rows
@@ -194,7 +194,7 @@ def test_plots_show_every_picture_and_the_intervals_of_differences(results):
         for row in filter(lambda row: row["distances"], results["rows"]):
             distance = row["distances"]["FD-toy"]
             distance |= {"interval": [0.0, 900.0], "difference": distance.get("difference", {}) | {"images": images}}
-        shown, chart = Results(results), drawn(distance_over, results, "unet")
+        shown, chart = Results.of(results), drawn(distance_over, results, "unet")
         ends = sorted(tuple(line.get_segments()[0][:, 1]) for line in chart.figure.axes[0].collections)
         base = shown.baseline.figure("FD-toy").value
         found = [row.figure("FD-toy").difference.estimate for row in shown.methods if not row.failed]
@@ -204,7 +204,7 @@ def test_plots_show_every_picture_and_the_intervals_of_differences(results):
 
 def test_rows_are_told_apart_and_joined_if_they_differ_in_one_number(sweep):
     """Many rows have numbers beside their points; a legend names few methods."""
-    shown = Results(sweep)
+    shown = Results.of(sweep)
     styles = {Palette(shown).style(row) for row in shown.methods}
     assert len(styles) == len({row.label for row in shown.methods}) == 22, "a style of its own for each method"
     (axes,) = drawn(closeness_over_time, sweep).figure.axes
@@ -226,7 +226,7 @@ def test_the_stepped_line_joins_rows_that_none_beats_in_both():
 def test_a_wide_or_far_null_row_does_not_hide_the_methods(results):
     results["rows"][1]["distances"]["FD-toy"]["difference"] |= {"value": 0.3, "interval": [-90.0, 90.6]}
     low, high = drawn(charts.differences, results).figure.axes[0].get_xlim()
-    found = [row.figure("FD-toy").difference.estimate for row in Results(results).methods if not row.failed]
+    found = [row.figure("FD-toy").difference.estimate for row in Results.of(results).methods if not row.failed]
     ends = [end for each in found for end in each.ends]
     assert -10 < low < min(ends) and max(ends) < high < 10
     assert not any("null row" in point for point in drawn(closeness_over_time, results).points)

@@ -36,7 +36,7 @@ def verdicts(results, *said):
     for row, verdict in zip(methods(results), said, strict=False):
         for distance in row["distances"].values():
             distance["difference"]["verdict"] = verdict
-    return Results(results)
+    return Results.of(results)
 
 
 def speed(results, ratios, null=(0.98, 1.0, 1.02), rounds=5):
@@ -53,8 +53,8 @@ def speed(results, ratios, null=(0.98, 1.0, 1.02), rounds=5):
 
 def test_tables_are_unchanged(results, sweep, snapshot):
     """As CSV, Markdown and LaTeX, with all sentences."""
-    assert written_tables(Results(results)) == snapshot
-    assert to_markdown(main_table(Results(sweep))) == snapshot
+    assert written_tables(Results.of(results)) == snapshot
+    assert to_markdown(main_table(Results.of(sweep))) == snapshot
 
 
 def test_numbers_are_as_in_print_with_the_decimals_that_are_known(results):
@@ -68,7 +68,7 @@ def test_numbers_are_as_in_print_with_the_decimals_that_are_known(results):
     for name, distance in distances(results):
         few = {"value": 7.0, "interval": [-5.0, 19.0]}
         distance |= few if name == "FD-toy" else {"value": -123_922.0, "interval": [-400_000.0, 150_000.0]}
-    shown = Results(results)
+    shown = Results.of(results)
     assert columns(main_table(shown))["FD-toy ↓"][0].note == "[0.0, 19.0]"
     entry = columns(more_table(shown))["KD-toy ↓"][0]
     assert (entry.text, entry.note) == (f"{minus}123922", f"[{minus}400000, 150000]")
@@ -77,11 +77,11 @@ def test_numbers_are_as_in_print_with_the_decimals_that_are_known(results):
 def test_what_was_not_measured_says_so_and_why(results):
     row, reason = results["rows"][-1], "out of memory at batch 8"
     row |= dict.fromkeys(("distances", "paired", "accuracy", "most_changed", "time", "memory", "settings", "images"))
-    entries = main_table(Results(results)).lines[-1].entries
+    entries = main_table(Results.of(results)).lines[-1].entries
     assert [entry.text for entry in entries[2:9]] == ["not measured"] * 7
     results["rows"][-2]["memory"]["note"] = reason
     row |= {"time": {"failed": reason}, "memory": {"failed": reason, "batches": []}}
-    found = columns(main_table(Results(results)))
+    found = columns(main_table(Results.of(results)))
     assert found["GiB/img"][-2].note.startswith("[") and found["GiB/img"][-2].remark == reason
     assert found["GiB/img"][-1].text == found["s/img"][-1].text == reason
 
@@ -92,7 +92,7 @@ def test_identical_and_lost_pictures_are_counted(results):
     most, some, all_ = (results["rows"][place]["paired"]["psnr"] for place in (-1, -2, -3))
     most["identical"], some["identical"] = 61, 3
     all_ |= dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest")) | {"identical": 64}
-    shown = Results(results)
+    shown = Results.of(results)
     psnr = columns(main_table(shown))["PSNR, dB"][-3:]
     assert [entry.text for entry in psnr] == ["identical", f"{some['mean']:.2f}", "identical"]
     low, high = some["interval"]
@@ -105,18 +105,18 @@ def test_identical_and_lost_pictures_are_counted(results):
     assert [row.psnr is None for row in shown.rows[-3:]] == [True, False, True], "which have no place in plots"
     for row in filter(lambda row: row["paired"], results["rows"]):
         row["paired"]["psnr"].pop("lowest")
-    assert "Lowest PSNR, dB" not in columns(more_table(Results(results)))
+    assert "Lowest PSNR, dB" not in columns(more_table(Results.of(results)))
 
 
 def test_rows_are_told_apart_and_settings_that_vary_have_their_column(results):
     results["rows"][4]["settings"] = results["rows"][3]["settings"] = results["rows"][2]["settings"]
-    names = [row.name for row in Results(results).rows]
+    names = [row.name for row in Results.of(results).rows]
     assert len(set(names)) == len(names) and "ToMe-SD 0.1 (tome-0.3)" in names
     rows = [row for row in results["rows"] if row["role"] != "method" or row["method"] == "elfatt"]
     for row, size in zip(rows[2:], (512, 32, 128), strict=True):
         row["settings"] = {"ratio": 0.5, "block_size": size, "block_order": "sequence"}
     results["rows"] = rows
-    assert list(columns(main_table(Results(results))))[:3] == ["Method", "Ratio", "Block size"]
+    assert list(columns(main_table(Results.of(results))))[:3] == ["Method", "Ratio", "Block size"]
     cut = [shortened("sampled keys, other numbers, groups 1", width) for width in (20, 37)]
     assert cut == ["sampled…groups 1", "sampled keys, other numbers, groups 1"]
 
@@ -126,7 +126,7 @@ def test_hardware_is_that_of_the_timing(results):
     gpu = one | {"device": "NVIDIA H200", "cuda": {"runtime": "12.4"}}
     for timing, machine in ((None, f"{said}2 threads"), (one, f"{said}1 thread"), (gpu, "NVIDIA H200")):
         data = results | {"environment": results["environment"] | {"timing": timing and {"environment": timing}}}
-        assert Results(data).hardware == machine
+        assert Results.of(data).hardware == machine
 
 
 HALF, MORE = (1.4, 1.5, 1.6), (1.8, 1.9, 2.0)  # times as fast: lowest, median, highest
@@ -156,25 +156,26 @@ def test_the_headline_names_the_fastest_that_is_not_worse(results, ratios, given
     assert "untouched timed again" not in said
     for row in results["rows"]:
         row["time"] = None
-    assert headline(Results(results)) == "Time was not measured." and recommended(Results(results)).role == "method"
+    shown = Results.of(results)
+    assert headline(shown) == "Time was not measured." and recommended(shown).role == "method"
 
 
 def test_a_loss_in_any_figure_keeps_a_row_from_the_headline(results):
     """No gain in one makes up for a loss in another: accuracy, any distance, a metric. The noise is told."""
     speed(results, [MORE, HALF], null=(1.1, 1.2, 1.3))
     assert recommended(verdicts(results, *["better"] * 9)).name == "ToMe-SD 0.1"
-    assert headline(Results(results)).endswith("; untouched timed again: 1.20 times (1.10–1.30).")  # noqa: RUF001
+    assert headline(Results.of(results)).endswith("; untouched timed again: 1.20 times (1.10–1.30).")  # noqa: RUF001
     fastest, *_ = methods(results)
     fastest["distances"]["FD-CLIP"] = copy.deepcopy(fastest["distances"]["FD-toy"])
     fastest["metrics"] = {"CLIPScore": {"value": 1.0, "difference": {"value": -1.0, "verdict": "better"}}}
     figures = [fastest["accuracy"]["mean"], fastest["metrics"]["CLIPScore"], *fastest["distances"].values()]
     for worst in (figure["difference"] for figure in figures):
         before, worst["verdict"] = worst["verdict"], "worse"
-        assert headline(Results(results)).startswith("ToMe-SD 0.3: 1.50 times")
+        assert headline(Results.of(results)).startswith("ToMe-SD 0.3: 1.50 times")
         worst["verdict"] = before
     for row in methods(results):
         row["distances"]["KD-toy"]["difference"]["verdict"] = "worse"
-    said = headline(Results(results))
+    said = headline(Results.of(results))
     assert said.startswith("No setting is shown to be faster without being worse. ToMe-SD 0.1")
     assert ", better in FD-toy" in said and ", worse in KD-toy" in said
 
@@ -186,9 +187,9 @@ def test_four_findings(results, sweep, snapshot):
     results["protocol"]["limit"] = 8
     results["environment"]["timing"] = {"note": "only 2 repeats; take 5 or more", "environment": {"device": "GPU"}}
     results["reference"]["FD-toy"]["unreadable"] = ["a.png (truncated)", "b.png (truncated)"]
-    assert [findings(Results(results)), findings(Results(sweep))] == snapshot
+    assert [findings(Results.of(results)), findings(Results.of(sweep))] == snapshot
     results["rows"] = [row for row in results["rows"] if row["role"] != "null"]
-    assert "There is no null row" in findings(Results(results))[1]
+    assert "There is no null row" in findings(Results.of(results))[1]
 
 
 @pytest.mark.usefixtures("one_plot")
@@ -201,7 +202,7 @@ def test_no_verdict_and_no_extrapolated_difference_of_few_classes_is_shown(tmp_p
             distance["difference"] = {"value": -2132.0, "interval": [-5132.0, 868.0], "verdict": TOO_FEW}
             distance["difference"] |= {"images": "infinite"} if name == "FD-toy" else {"value": 1.0, "interval": None}
     save(tmp_path, results)
-    page, shown = write_report(load_results(tmp_path)), Results(results)
+    page, shown = write_report(load_results(tmp_path)), Results.of(results)
     texts = [path.read_text(encoding="utf-8") for path in page.parent.glob("table.*")]
     assert all(text.count(TOO_FEW) >= 9 for text in texts) and len(texts) == 3
     texts += [page.read_text(encoding="utf-8"), headline(shown), *findings(shown)]
@@ -214,7 +215,7 @@ def test_no_verdict_and_no_extrapolated_difference_of_few_classes_is_shown(tmp_p
         assert isinstance(made, str) and "the classes are too few" in made
     for _, distance in distances(results):
         distance.get("difference", {}).pop("images", None)
-    (marks,) = charts.differences(Results(results), palette).figure.axes
+    (marks,) = charts.differences(Results.of(results), palette).figure.axes
     assert {line.get_markerfacecolor() for line in marks.lines if line.get_marker() in "os^dD"} == {PAPER}
 
 
@@ -227,7 +228,7 @@ def test_intervals_of_few_classes_are_not_shown(classes, verdict, shown):
     judged = figure | {"difference": figure | {"verdict": verdict}}
     row = {"classes": classes, "metrics": {"lpips": figure}, "distances": {"KD-toy": judged}}
     row |= {"accuracy": {"mean": judged}, "paired": {"psnr": {"mean": 40.0, "interval": [39.0, 41.0]}}}
-    (found,) = Results({"rows": [row]}).rows
+    (found,) = Results.of({"format": 1, "rows": [row]}).rows
     accuracy, distance = found.figure("accuracy mean"), found.figure("KD-toy")
     for each in (distance, distance.difference, accuracy.difference, found.figure("lpips"), found.changes["psnr"]):
         assert (each.interval is not None) == shown and each.estimate.value > 0
