@@ -439,9 +439,9 @@ class Search:
         parts = self.model.parts(self.choose())
         for image in list(range(len(self.samples)))[-CALIBRATED:]:  # images differ much
             self._calibrate("a choice", image, parts)
-            self._calibrate_reuse(
-                image, [(number, each.reuse) for number, each in enumerate(self.choose().reuse) if each.reuse]
-            )
+            taken = [(number, each.reuse) for number, each in enumerate(self.choose().reuse) if each.reuse is not None]
+            if taken:
+                self._calibrate_reuse(image, taken)
         choice, tried = self.choose(), list[float]()  # by predicted PSNR
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.runs.stage(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
