@@ -34,6 +34,7 @@ from elfatt_sd.phases import (
     check_settings,
     objects_of,
     phases_of,
+    reuse_of,
     reused_steps,
     setting_names,
 )
@@ -177,6 +178,7 @@ class PatchConfig:
         """
         own: dict[str, Any] = {name: value for name, value in settings.items() if name in RUN_SETTINGS}
         per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name not in own}
+        own |= {"reuse": reuse_of(own["reuse"])} if "reuse" in own else {}
         fraction = per_phase.pop("active_fraction", None)
         check_settings(per_phase)
         ratio = per_phase.get("ratio", 0)
@@ -246,11 +248,8 @@ class PatchConfig:
         for each in objects_of("per_layer", data.get("per_layer", ())):
             known_keys("per_layer.", each, ["layers", "phases"])
             own.append(LayerPhases(each.get("layers", ""), phases_of(each)))
-        reuse = []
-        for each in objects_of("reuse", data.get("reuse", ())):
-            known_keys("reuse.", each, [field.name for field in dataclasses.fields(StepReuse)])
-            reuse.append(StepReuse(**each))
-        return cls(**{**data, "phases": phases_of(data), "per_layer": tuple(own), "reuse": tuple(reuse)})
+        reuse = reuse_of(data.get("reuse", ()))
+        return cls(**{**data, "phases": phases_of(data), "per_layer": tuple(own), "reuse": reuse})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON; a file that is there is replaced, as a whole or not at all.

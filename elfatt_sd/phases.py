@@ -312,6 +312,10 @@ class StepReuse:
         errors.whole("first", self.first, 0)
         errors.whole("last", self.last, 0)
 
+    def __str__(self) -> str:
+        fresh = f"after {self.first} steps that compute everything, and before {self.last}"
+        return f"up to {self.until:.0%} of the steps, all but one of {self.every} take over {self.cut}, {fresh}"
+
 
 @functools.cache
 def reused_steps(reuse: tuple[StepReuse, ...], steps: int) -> tuple[StepReuse | None, ...]:
@@ -325,6 +329,13 @@ def reused_steps(reuse: tuple[StepReuse, ...], steps: int) -> tuple[StepReuse | 
             found.append(each if takes else None)
         start = max(start, end)
     return (*found, *[None] * (steps - len(found)))
+
+
+def words_of_reuse(reuse: tuple[StepReuse, ...], steps: int) -> list[str]:
+    if not reuse:
+        return []
+    letters = "".join("." if each is None else str(each.order) for each in reused_steps(reuse, steps))
+    return [*map(str, reuse), f"of {steps} steps ('.' computes everything, a number is the order): {letters}"]
 
 
 def check_phases(phases: object) -> None:
@@ -342,6 +353,16 @@ def objects_of(name: str, value: object) -> list[Mapping[str, Any]]:
     if not isinstance(value, list | tuple) or not all(isinstance(each, Mapping) for each in value):
         raise ElfattError(f"{name}={value!r} is not accepted; give a list of objects.")
     return list(value)
+
+
+def reuse_of(value: Any) -> tuple[StepReuse, ...]:
+    """Return stretches that are given as such, or as plain data."""
+    if isinstance(value, tuple) and all(isinstance(each, StepReuse) for each in value):
+        return value
+    given = objects_of("reuse", value)
+    for each in given:
+        known_keys("reuse.", each, [field.name for field in dataclasses.fields(StepReuse)])
+    return tuple(StepReuse(**each) for each in given)
 
 
 def phases_of(data: Mapping[str, Any]) -> tuple[Phase, ...]:

@@ -18,14 +18,16 @@ from torch import nn
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import SelfAttention, family_of, main_denoiser, takes_steps, unwrap
+from elfatt_sd.families.cuts import OUTPUT
 from elfatt_sd.families.shapes import Blueprint
 from elfatt_sd.methods import Grid, Size
-from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.phases import EXACT, Phase, StepReuse, reused_steps, words_of_reuse
 from elfatt_sd.runtime.autotune import Decision, matching_uses
 from elfatt_sd.runtime.memory import kept_bytes, readable
 
 PAYS = 8000  # tokens of a transformer, from about which on attention is a large part of its step
 _ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
+_STEPS = 50  # of the run that a plan shows where steps take over from earlier ones
 _MOST_PLACES = 8  # that a plan lists one by one; a UNet has fewer blocks on a level
 
 
@@ -127,10 +129,20 @@ class Plan:
             return PlannedCall(counts)
         before = sum(known) // self.turns
         after = before - self.multiply_adds_before + self.multiply_adds_after
+        plan = reused_steps(self.config.reuse, _STEPS)
+        taken = [self._taking_over(each)[0] for each in plan if each is not None]
+        after = (after * plan.count(None) + sum(taken)) // _STEPS
         parts = [phase.until - phase.start for phase in self.phases]
         work = (layer.multiply_adds * sum(itertools.compress(parts, layer.approximated)) for layer in self.layers)
-        least = before - round(sum(work) / self.turns)
+        least = ((before - round(sum(work) / self.turns)) * plan.count(None) + sum(taken)) // _STEPS
         return PlannedCall(counts, before, after, before / after, before / max(1, least))
+
+    def _taking_over(self, reuse: StepReuse) -> tuple[int, int]:
+        """Return the multiply-adds of a call that takes over from earlier ones, and the bytes that it needs."""
+        cuts = [(blueprint, reuse.cut if takes_steps(name) else OUTPUT) for name, blueprint in self.blueprints]
+        costs = [blueprint.taking_over(self.grid, cut) or (0, 0) for blueprint, cut in cuts]
+        work, values = (sum(column) for column in zip(*costs, strict=True))
+        return work // self.turns, 2 * (reuse.order + 1) * values
 
     @property
     def kept_bytes(self) -> float:
@@ -189,6 +201,11 @@ class Plan:
                 f"{how.get(self.config.residuals, '16 bits, kept on the device')}; twice that with a negative prompt"
             )
         rows += [str(self.call)] if self.blueprints else []
+        rows += words_of_reuse(self.config.reuse, _STEPS)
+        for each in {each.cut: each for each in self.config.reuse}.values() if self.blueprints else ():
+            work, kept = self._taking_over(each)
+            what = f"a step that takes over {each.cut}: {giga(work)} G multiply-adds"
+            rows.append(f"{what}; kept for each image: {readable(kept)} in 16 bits")
         tokens = max((layer.tokens for layer in self.layers if layer.denoiser.startswith("transformer")), default=PAYS)
         if tokens < PAYS:
             rows.append(f"little can be gained: below about {PAYS} tokens, attention is a small part of a step")

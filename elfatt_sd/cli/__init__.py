@@ -346,6 +346,7 @@ TUNE_OPTIONS: dict[str, tuple[Any, Any]] = {  # of `tune`, that go on as they ar
     "seed": (Annotated[int, typer.Option(help="Of the first image; the next ones count up.")], 0),
     "images": (Annotated[int, typer.Option(help="Drawn for the proof at most; they end when it is decided.")], 24),
     "presets": (Annotated[bool, typer.Option("--presets/--no-presets", help="Run the presets, too.")], True),
+    "reuse": (Annotated[bool, typer.Option("--reuse/--no-reuse", help="Steps may take over from earlier ones.")], True),
 }
 
 

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, unwrap
 from elfatt_sd.families.base import Fill
+from elfatt_sd.families.cuts import Taking, stand_in
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
 
@@ -128,8 +129,12 @@ class Blueprint:
         return cls(type(module), json.dumps(dict(getattr(module, "config", {})), default=list, sort_keys=True))
 
     @functools.cache  # noqa: B019 - a blueprint is small, and there are few
-    def multiply_adds(self, grid: Grid) -> int | None:
-        """Return the multiply-adds of an untouched call for one image; None where it cannot be run without weights."""
+    def taking_over(self, grid: Grid, cut: str) -> tuple[int, int] | None:
+        """Return the multiply-adds of a call that takes over what lies within a cut, and the values that it takes.
+
+        Of one image, without a cut of an untouched call; None where it cannot be run without weights.
+        """
+        takings = [Taking()]
         try:
             with (
                 warnings.catch_warnings(),
@@ -139,10 +144,21 @@ class Blueprint:
             ):
                 warnings.simplefilter("ignore")  # of building such a model once more
                 module: Any = self.kind.from_config(json.loads(self.config)).eval()  # type: ignore[attr-defined]
+                for part in family_of(module).cut(module, cut) if cut else ():
+                    stand_in(part, lambda: takings[-1])
                 module(**call_arguments(module, grid, 1, torch.empty))
+                whole = counter.get_total_flops() if cut else 0
+                if cut:
+                    takings.append(Taking(takings[0].kept))
+                    module(**call_arguments(module, grid, 1, torch.empty))
         except Exception:  # of a class that takes other arguments, or reads values: whatever its authors raise
             return None
-        return int(counter.get_total_flops()) // 2 or None
+        flops = int(counter.get_total_flops()) - whole
+        return (flops // 2, sum(each.numel() for each in takings[0].kept.values())) if flops or cut else None
+
+    def multiply_adds(self, grid: Grid) -> int | None:
+        known = self.taking_over(grid, "")
+        return None if known is None else known[0]
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,8 @@ def choose_layers(
     main, title = next(iter(found)), family_of(next(iter(denoisers.values()))).title
     levels = levels_of(found[main])
     chosen = {name: select_layers(layers, config, levels) for name, layers in found.items()}
+    for reuse in config.reuse:  # says which cuts there are
+        family_of(denoisers[main]).cut(unwrap(denoisers[main]), reuse.cut)
     if config.active and not found[main]:
         raise ElfattError(f"the {title} has no self-attention layer over the image; there is nothing to patch.")
     for own in config.per_layer:

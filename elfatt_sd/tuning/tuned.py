@@ -17,7 +17,7 @@ from elfatt_sd.evaluation.report.page import STYLE, flatten, page_template
 from elfatt_sd.files import write_file
 from elfatt_sd.measure import Spread
 from elfatt_sd.patch import apply_patch, remove_patch
-from elfatt_sd.phases import Phase
+from elfatt_sd.phases import Phase, words_of_reuse
 from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Proof, peak_of
 from elfatt_sd.tuning.runs import png
@@ -140,6 +140,7 @@ class Tuned:
                 f"{sample.seed}); at most {proof.promise.excludes(images):.0%} of all are farther",
                 memory if before and after else "memory: not measured",
                 f"layers: {layers} ({', '.join(kinds)})",
+                *words_of_reuse(self.config.reuse, self.record["settings"]["steps"]),
             ]
         if self.points:
             lines.append(f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}")
