@@ -141,6 +141,55 @@ def test_with_attention_with_guidance_and_without() -> None:
         assert not torch.equal(draw(pipe, **negative), once)
 
 
+@pytest.mark.parametrize("first", ["hooks", "patch"])
+@pytest.mark.parametrize("kind", ["accelerate", "diffusers"])
+def test_hooks_that_bring_weights_still_run(kind: str, first: str) -> None:
+    """Blocks of which a part is run get their weights as ever, whether the hooks or the patch came first."""
+    pipe = unet_pipe()
+    with elfatt_sd.patched(pipe, reusing()):
+        plain = draw(pipe)
+    block, brought = pipe.unet.up_blocks[-1], list[int]()
+
+    def put_hooks() -> None:
+        class Bring(hooks.ModelHook):  # type: ignore[name-defined, misc]
+            def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+                brought.append(1)
+                return args, kwargs
+
+        if kind == "accelerate":
+            hooks.add_hook_to_module(block, Bring())
+        else:
+            hooks.HookRegistry.check_if_exists_or_initialize(block).register_hook(Bring(), "bring")
+
+    hooks = pytest.importorskip("accelerate.hooks" if kind == "accelerate" else "diffusers.hooks")
+    if first == "hooks":
+        put_hooks()
+    elfatt_sd.apply_patch(pipe, reusing())
+    if first == "patch":
+        put_hooks()
+    assert torch.equal(draw(pipe), plain)
+    assert len(brought) == 8
+    elfatt_sd.remove_patch(pipe)
+    untouched = draw(pipe)
+    assert len(brought) == 16
+    assert not torch.equal(untouched, plain)
+
+
+def test_a_run_that_begins_late_computes_what_it_needs_first() -> None:
+    """Of an image: no step before it was run; those that would take over compute everything until there is enough."""
+    pipe = unet_pipe()
+    image = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
+    image.set_progress_bar_config(disable=True)
+    given = {**UNET, "image": checks.picture(), "strength": 0.5, "guidance_scale": 1.0, "num_inference_steps": 16}
+    del given["height"], given["width"]
+    exact, ran = image(**given, generator=torch.Generator().manual_seed(0)).images, list[int]()
+    pipe.unet.mid_block.resnets[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    with elfatt_sd.patched(image, reusing()):
+        drawn = image(**given, generator=torch.Generator().manual_seed(0)).images
+    assert len(ran) == 8 - 3
+    assert not torch.equal(drawn, exact)
+
+
 def test_controlnets_are_not_called_either() -> None:
     unet = tiny_pipelines.unet()
     net = tiny_pipelines.controlnet(unet)
