@@ -72,15 +72,17 @@ class LastUp(Part):
 class DeepFeatures(Part):
     """The layer of a UNet that follows the deep ones; its input begins with the channels that they give."""
 
-    def __init__(self, resnet: Any, channels: int) -> None:
+    def __init__(self, resnet: Any, before: nn.Module) -> None:
         super().__init__(resnet)
-        self.runs, self.channels = resnet, channels
+        self.runs = resnet
+        self.channels = next(each.out_channels for each in before.modules() if isinstance(each, nn.Conv2d))
 
     def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
         return forward(*args, **kwargs)
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, call: Taking) -> None:
-        call.kept["deep"] = args[0][:, : self.channels].clone()
+        given: Tensor = args[0] if args else kwargs["input_tensor"]
+        call.kept["deep"] = given[:, : self.channels].clone()
 
 
 class Block(Part):

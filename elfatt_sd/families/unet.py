@@ -82,7 +82,7 @@ class UNet(Family):
             *(Down(first, layers - 1), *(Down(block, 0) for block in others)),
             *(Part(block) for block in (module.mid_block, *module.up_blocks[:-1]) if block is not None),
             LastUp(last, layers),
-            DeepFeatures(last.resnets[border], last.resnets[border - 1].out_channels),
+            DeepFeatures(last.resnets[border], last.resnets[border - 1]),
         ]
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from support.checks import all_layers, generator, like, picture, processors, rec
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import main_denoiser
+from elfatt_sd.families import family_of, main_denoiser, unwrap
 
 CPU = torch.device("cpu")
 STEPS = 6  # of a transformer; a UNet has four
@@ -387,3 +387,28 @@ def test_a_module_with_the_parts_of_a_pipeline() -> None:
     other.student, other.teacher, other.vae = unet, tiny.unet(), tiny.vae()
     with pytest.raises(ElfattError, match="not supported: Module cannot be patched"):
         elfatt_sd.apply_patch(other, "tome")
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.spares])
+@pytest.mark.filterwarnings("ignore:.*approximates no step of this run", "ignore:.*are on no schedule")
+def test_steps_take_over_from_earlier_ones(folder: Path, name: str) -> None:
+    """In two runs alike, and whoever comes first; nothing is left."""
+    row, found = ROWS[name], []
+    for before in (True, False) if row.put else (True,):
+        pipe, run = row.make(folder)
+        if before and row.put:
+            row.put(pipe)
+        untouched, denoiser = run(**row.given if before else {}), main_denoiser(pipe)
+        family = family_of(denoiser)
+        cut = [*family.cuts(unwrap(denoiser)), "output"][0]
+        reuse = (elfatt_sd.StepReuse(cut=cut, first=1, last=0, order=0),)
+        elfatt_sd.apply_patch(pipe, "sd", reuse=reuse)
+        if not before and row.put:
+            row.put(pipe)
+        found += [run(**row.given), run(**row.given)]
+        elfatt_sd.remove_patch(pipe)
+        removed = run(**row.given)
+        assert before is False or torch.equal(removed, untouched)
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(found[0], removed) == (max(row.calls) < 2 or name in ("T2I adapter",))
