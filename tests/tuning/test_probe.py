@@ -23,7 +23,7 @@ from elfatt_sd import methods
 from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.methods import Attention
-from elfatt_sd.phases import DENSE, Phase
+from elfatt_sd.phases import DENSE, Phase, StepReuse
 from elfatt_sd.tuning import probe as probing
 from elfatt_sd.tuning.model import Predictor
 from elfatt_sd.tuning.probe import (
@@ -366,6 +366,30 @@ def test_the_curve_has_the_best_choices() -> None:
     assert alone.stretches == (0.5, 1.0)
     assert [set(part) for part in model.parts(curve[-1])] == [{"a", "b"}, {"a", "b"}]
     assert model.parts(curve[0]) == [{}, {}], "exact layers are left out"
+
+
+def test_a_stretch_takes_over_where_that_is_the_best_of_its_ways() -> None:
+    """Layers save nothing in steps that take over; images differ by a factor that all ways share."""
+    model, slow, quick = learnt((100.0, 10.0)), StepReuse(order=0, first=0, last=0), StepReuse(first=0, last=0)
+    attention = {choice.saved: choice.mse for choice in model.curve()}
+    model.reused = {(1, slow): {0: (3.0, 9e9)}, (1, quick): {0: (3.0, 2.0), 1: (5.0, 8.0)}}
+    plain, *ways = model.reuse_options(1)
+    assert plain.reuse is None and [each.reuse for each in ways] == [slow, quick]
+    assert ways[1].computed == 0.5
+    assert (ways[1].saved, ways[1].mse) == (4.0, pytest.approx(4.0))
+    assert ways[0].mse == pytest.approx(2 * 9e9)  # as its image is the closer one
+    curve = model.curve()
+    assert (curve[0].psnr, curve[0].saved) == (math.inf, 0)
+    taken = [choice for choice in curve if choice.reuse[1].reuse is not None]
+    assert taken and all(choice.reuse[1].reuse == quick for choice in taken), "the other is farther, and no faster"
+    for choice in taken:
+        parts = [option.saved * choice.reuse[number].computed for (_, number), option in choice.options.items()]
+        assert choice.saved == pytest.approx(sum(parts) + 4.0)
+        assert choice.mse < min([mse for saved, mse in attention.items() if saved >= choice.saved], default=math.inf)
+    config = model.chosen(taken[-1])
+    assert config.reuse == (dataclasses.replace(quick, first=len(STRETCHES[0])),)
+    both = model.config([{}, {}], {0: quick, 1: dataclasses.replace(quick, last=1)})
+    assert both.reuse == (dataclasses.replace(quick, last=1),), "equal stretches are one"
 
 
 def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
