@@ -11,7 +11,7 @@ import shutil
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ SEARCHED, IMAGES = 3, 24  # images of the search, and of the proof at most
 PRESETS = ("elfatt", "elfatt-fast", "elfatt-quality")
 STRETCHES, LEAST_STEPS = 5, 4  # of a run at most, and steps of each at least, so that they can share
 WAYS = ((2, 1), (2, 0), (3, 1))  # to take over from earlier steps: one of so many is whole, and the order
-LAST = (3, 1)  # steps at the end of a run that are whole, as solvers of several steps want it
+ENDING = 4  # steps at the end of a run that are whole, as solvers of several steps may want it
 EARLIER = 3  # whole steps before those that take over; as many as the highest order needs
 CALIBRATED = 2  # images in which the stretches of a choice are approximated alone
 EXPECTED = 3  # images that say as much of how far predictions are off as is expected: nothing
@@ -268,10 +268,19 @@ class Search:
         if self.reuse and share and len(self.stretches) > 1:
             main = unwrap(main_denoiser(self.runs.pipe))
             cuts = [*family_of(main).cuts(main)[:1], OUTPUT]
-            ways = [StepReuse(1.0, cut, every, order, 0, 0) for cut in cuts for every, order in WAYS]
-            *late, last = range(1, len(self.stretches))
-            ending = [dataclasses.replace(way, last=steps) for way in ways for steps in LAST]
-            self._calibrate_reuse(0, [*itertools.product(late, ways), *((last, way) for way in ending)])
+            self._calibrate_reuse(0, [*self._ways(cuts)])
+
+    def _ways(self, cuts: Sequence[str]) -> Iterator[tuple[int, StepReuse]]:
+        """Yield what stretches can take over; the first never does, and others perhaps not in a part of their steps."""
+        for number, stretch in list(enumerate(self.stretches))[1:]:
+            ending = ENDING - (self.calls - 1 - stretch.last)  # of its steps
+            for cut, (every, order) in itertools.product(cuts, WAYS):
+                whole = StepReuse(1.0, cut, every, order, 0, 0)
+                yield number, whole
+                if order and len(stretch) >= 2 * LEAST_STEPS:
+                    yield number, dataclasses.replace(whole, first=len(stretch) // 2)
+                if order and 0 < ending < len(stretch):
+                    yield number, dataclasses.replace(whole, last=ending)
 
     def _calibrate_reuse(self, image: int, options: Sequence[tuple[int, StepReuse]]) -> None:
         """Draw an image with one stretch alone taking over from earlier steps, in one way after the other."""
@@ -280,17 +289,18 @@ class Search:
             config = self.model.config([{}] * len(self.stretches), {number: reuse}, name="probe")
             if not any(reused_steps(config.reuse, self.calls)):  # the stretch is too short
                 continue
-            draw = functools.partial(self._draw_reused, self.stretches[number].first, self.samples[image], config)
+            draw = functools.partial(self._draw_reused, self.samples[image], config)
             name = f"reuse-{short_hash(config.to_dict(), 12)}-{image}"
             self.model.reused.setdefault((number, reuse), {})[image] = self.store.known(name, draw, tuple)
         self.curve = self.model.curve()
 
-    def _draw_reused(self, first: int, sample: Sample, config: PatchConfig) -> tuple[float, float]:
-        """Return the seconds that an image saves which takes over from earlier steps from one on, and its error."""
-        begin = max(0, first - EARLIER)
+    def _draw_reused(self, sample: Sample, config: PatchConfig) -> tuple[float, float]:
+        """Return the seconds that an image saves in which steps take over from earlier ones, and its error."""
+        plan = reused_steps(config.reuse, self.calls)
+        begin = max(0, next(step for step, each in enumerate(plan) if each is not None) - EARLIER)
         with CallTimer(step_denoisers(self.runs.pipe).values(), self.runs.device) as timer:
             far = self.runs.deviation(begin, sample, config)
-        seconds, plan = timer.each(), reused_steps(config.reuse, self.calls)
+        seconds = timer.each()
         calls = max(1, -(-len(seconds) // self.calls))  # of a step
         steps = [(plan[place // calls], each) for place, each in enumerate(seconds) if place // calls >= begin]
         taken, whole = ([each for now, each in steps if (now is not None) == reuses] for reuses in (True, False))

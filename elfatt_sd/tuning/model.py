@@ -326,7 +326,7 @@ class Predictor:
             elif taken and not first and replace(taken[-1], until=1.0, first=0) == replace(each, last=0):
                 taken[-1] = replace(taken[-1], until=end, last=each.last)
             else:
-                taken, first = [*taken, replace(each, until=end, first=first)], 0
+                taken, first = [*taken, replace(each, until=end, first=first + each.first)], 0
         return tuple(taken)
 
     def parts(self, choice: Choice) -> list[dict[str, Candidate]]:
