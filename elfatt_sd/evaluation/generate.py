@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from msgspec.structs import asdict
 from PIL import Image
@@ -34,14 +35,13 @@ from elfatt_sd.evaluation.images import (
 )
 from elfatt_sd.evaluation.prompts import Prompt
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.records import Cost, MadeImage, RowCost, is_whole, same_images
+from elfatt_sd.evaluation.records import MadeImage, RowCost, same_images
 from elfatt_sd.evaluation.run import COST_FILE, RowFolder, RunFolder
 from elfatt_sd.files import read_plain, write_file, write_json
 from elfatt_sd.measure import progress_of
 from elfatt_sd.patch import plan
 from elfatt_sd.peers import packages_of
 
-Numbered = Sequence[tuple[int, Sequence[Prompt]]]  # batches with their numbers
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")
 
 
@@ -89,23 +89,27 @@ def _make_rows(
     mine = list(enumerate(run.batches))[state.process_index :: state.num_processes]
     todo = {row.name: [each for each in mine if not row.has_batch(*each)] for row in pending}
     total, made = sum(len(batch) for share in todo.values() for _, batch in share), 0
-    failures = dict[str, str]()
+    failures, short = dict[str, str](), f"out of memory at batch {run.protocol.batch}"
     shown = show_progress and state.is_main_process
     # of several processes only one shows it, and knows of its own share alone
     unit = "images" if state.num_processes == 1 else f"images of process 1 of {state.num_processes}"
     with progress_of(unit, every=60, title="generate: {},", shown=shown) as tell:
-
-        def advance(images: int, row: str) -> None:
-            nonlocal made
-            made += images
-            tell(row, made, total)
-
         for row in pending:
-            own = make_row(run, pipe, row, todo[row.name], advance)
+            own = None
+            tell(row.name, made, total)
+            try:
+                for number, batch in todo[row.name]:
+                    make_batch(run, pipe, row, number, batch)
+                    made += len(batch)
+                    tell(row.name, made, total)
+            except Exception as error:
+                if not isinstance(error, ElfattError) and not is_out_of_memory(error):
+                    raise
+                own = str(error) if isinstance(error, ElfattError) else short
             reason = next(filter(None, gathered(own)), None)
             if state.is_main_process:
                 if reason:
-                    row.fail(reason)
+                    write_json(row.failure_file, {"reason": reason})
                 else:
                     row.finish(b"".join(row.batch_file(number).read_bytes() for number in range(len(run.batches))))
             if reason:
@@ -113,24 +117,6 @@ def _make_rows(
                 if row is run.baseline:
                     break
     return failures
-
-
-def make_row(
-    run: RunFolder, pipe: Any, row: RowFolder, batches: Numbered, advance: Callable[[int, str], None]
-) -> str | None:
-    """Make batches of a row, given with their numbers; return why it failed, or None."""
-    advance(0, row.name)
-    try:
-        for number, batch in batches:
-            make_batch(run, pipe, row, number, batch)
-            advance(len(batch), row.name)
-    except ElfattError as error:
-        return str(error)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return f"out of memory at batch {run.protocol.batch}"
-    return None
 
 
 @torch.no_grad()
@@ -149,13 +135,12 @@ def make_batch(run: RunFolder, pipe: Any, row: RowFolder, number: int, batch: Se
         digest = hashlib.sha256(buffer.getvalue()).hexdigest()
         file = path.relative_to(row.folder).as_posix()
         made.append(MadeImage(prompt.index, file, prompt.text, prompt.class_index, seed, digest))
-    row.add_batch(number, made)
+    write_file(row.batch_file(number), msgspec.json.Encoder().encode_lines(made))
 
 
 def write_cost(run: RunFolder, pipe: Any = None) -> None:
-    path = run.folder / COST_FILE
-    if not is_whole(path, Cost, run.record.identity):
-        write_json(path, costs(run, pipe))
+    if not (run.folder / COST_FILE).is_file():
+        write_json(run.folder / COST_FILE, costs(run, pipe))
 
 
 def costs(run: RunFolder, pipe: Any = None) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from elfatt_sd.files import (
     is_hidden,
     read_plain,
     read_typed,
-    visible,
     write_file,
     write_json,
 )
@@ -71,15 +70,7 @@ class RowFolder:
     def made_images(self) -> list[records.MadeImage]:
         if not self.finished:
             raise ElfattError(f"{self.manifest} does not exist; row {self.name!r} is not made yet.")
-        return self.known_images()
-
-    def known_images(self) -> list[records.MadeImage]:
-        """Return what was generated so far, also where the row is not finished."""
-        if self.finished:
-            return _images_in(self.manifest, f"delete the file to make row {self.name!r} again")
-        remedy = f"delete the file to make these images of {self.name!r} again"
-        lists = visible(self.batches_folder.glob("*.jsonl"))
-        return [image for path in lists for image in _images_in(path, remedy)]
+        return _images_in(self.manifest, f"delete the file to make row {self.name!r} again")
 
     def has_batch(self, number: int, prompts: Sequence[Prompt]) -> bool:
         try:
@@ -88,16 +79,10 @@ class RowFolder:
             return False
         return [each.index for each in made] == [each.index for each in prompts]
 
-    def add_batch(self, number: int, made: Sequence[records.MadeImage]) -> None:
-        write_file(self.batch_file(number), msgspec.json.Encoder().encode_lines(made))
-
     def finish(self, manifest: bytes) -> None:
         self.failure_file.unlink(missing_ok=True)  # first: no finished row is ever said to have failed
         write_file(self.manifest, manifest)
         shutil.rmtree(self.batches_folder, ignore_errors=True)
-
-    def fail(self, reason: str) -> None:
-        write_json(self.failure_file, {"reason": reason})
 
 
 def _images_in(path: Path, remedy: str) -> list[records.MadeImage]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -29,7 +30,7 @@ from elfatt_sd.evaluation.generate import take_over
 from elfatt_sd.evaluation.protocols import Protocol, unequal
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.run import RowFolder, RunFolder
-from elfatt_sd.files import HOLDER_FILE, folder_lock
+from elfatt_sd.files import HOLDER_FILE, folder_lock, write_json
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -192,13 +193,13 @@ def test_a_row_is_finished_before_it_is_said_to_be(tmp_path: Path, monkeypatch: 
     marks = "a\u2028b\u2029c\x85d\x0ce"  # each ends a line for `str.splitlines`
     row = RowFolder(tmp_path / "row")
     made = [MadeImage(index, "images/0.png", marks, 0, index, "0" * 64) for index in range(2)]
-    row.add_batch(0, made)
-    row.fail("image 0 is black")
+    write_json(row.failure_file, {"reason": "image 0 is black"})
+    manifest = msgspec.json.Encoder().encode_lines(made)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
-        row.finish(row.batch_file(0).read_bytes())
+        row.finish(manifest)
     assert not row.finished and row.failure is None
-    row.finish(row.batch_file(0).read_bytes())
+    row.finish(manifest)
     assert row.made_images() == made
 
 
@@ -293,7 +294,7 @@ def test_only_rows_of_the_same_images_are_copied_and_each_is_told(
     protocol = dataclasses.replace(made[1], model=str(tmp_path / "model"), cells=cells, **changes)
     run = RunFolder(tmp_path / "new", protocol)
     run.begin({**run_data(there)["environment"], **environment})
-    run.rows[1].fail("image 0 is black")
+    write_json(run.rows[1].failure_file, {"reason": "image 0 is black"})
     lines: list[str] = []
     take_over(run, [RunFolder.open(there)], lines.append)
     assert len(run.finished) == taken and not run.row("other").finished

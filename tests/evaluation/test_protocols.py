@@ -79,8 +79,9 @@ phases = [
 
 def test_lists_of_values_become_rows(tmp_path: Path) -> None:
     """Of settings and of phases, whose exact ones stay exact; the null row has other seeds."""
-    protocol = load(tmp_path, cells=runs.CELLS + LISTS)
-    assert [cell.seed_offset for cell in protocol.cells] == [0, NULL_SEED_OFFSET, *[0] * 14]
+    again = '[[cells]]\nname = "again"\nmethod = "sd"\nrole = "null"\n'
+    protocol = load(tmp_path, cells=runs.CELLS + LISTS + again)
+    assert [cell.seed_offset for cell in protocol.cells] == [0, NULL_SEED_OFFSET, *[0] * 14, 2 * NULL_SEED_OFFSET]
     assert [cell.name for cell in protocol.cells[4:12]] == [
         *(f"elfatt-ratio{ratio}-block_size{size}" for ratio in (0.1, 0.2) for size in (32, 64)),
         *(f"late-levels2-until{until}-block_size{size}" for until in (0.1, 0.2) for size in (32, 56)),
@@ -90,7 +91,7 @@ def test_lists_of_values_become_rows(tmp_path: Path) -> None:
         assert first.exact and not second.exact and cell.config().levels == 2
         assert cell.swept == {"until": first.until, "block_size": second.block_size}
         assert cell.shown == {"levels": 2, **cell.swept}
-    twice = protocol.cells[12:]
+    twice = protocol.cells[12:16]
     assert [[*cell.swept.items()] for cell in twice] == [
         [("phase1_block_size", first), ("phase2_block_size", second)] for first in (32, 56) for second in (32, 56)
     ]
@@ -168,8 +169,7 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {  # what is wrong, and what the 
         "phases = [{ until = [] }]": ("until=[]", "at least one"),
         'phases = ["all"]': ("phases", "a table"),
         "phases = [{ until = 1.0 }]\nswept = { until = 1.0 }": ("'swept'", "phases"),
-        'method = "tome"\nseed_offset = 9': ("seed_offset=9", "0 for all others"),
-        'method = "sd"\nrole = "null"\nname = "same"\nseed_offset = 0': ("seed_offset=0", "number of images"),
+        'method = "sd"\nrole = "null"\nname = "same"\nseed_offset = 9': ("'seed_offset'", "peer_settings"),
     },
     "line": {
         "steps = " + "9" * 5000: ("not valid TOML",),
@@ -299,18 +299,6 @@ def test_prompts_and_clusters_are_part_of_the_run(tmp_path: Path, model: Path) -
     for now in (other, after):
         assert any("prompts_sha256" in line for line in same_images(before, now, plain.cells))
     assert before["prompts_file"]["sha256"] != after["prompts_file"]["sha256"]
-
-
-def test_null_rows_share_no_seed(tmp_path: Path, model: Path) -> None:
-    row = '[[cells]]\nname = "null{0}"\nmethod = "sd"\nrole = "null"\nseed_offset = {1}\n'
-    for offsets, wrong in (((4,), 4), ((5, 9), 9), ((5, 5), 5), ((5, 10), None)):
-        nulls = "".join(row.format(*each) for each in enumerate(offsets))
-        protocol = runs.small_protocol(tmp_path, model, cells=f'[[cells]]\nmethod = "sd"\nrole = "baseline"\n{nulls}')
-        if wrong is None:
-            assert len(run_prompts(protocol)) == 5
-        else:
-            with pytest.raises(ElfattError, match=f"seed_offset={wrong} is not accepted; with 5 images a row"):
-                run_prompts(protocol)
 
 
 def test_spread_is_even_and_not_in_step_with_the_list() -> None:

@@ -281,8 +281,8 @@ def described(**changes: Any) -> dict[str, Any]:
     [
         ({}, {"packages": {"torch": "3"}}, EVERY),
         ({}, {"packages": {"tomesd": "2"}}, {"peer"}),
-        ({}, {"packages": {"flash-attn": "3"}}, set()),
-        ({}, {"packages": {"xformers": "1"}}, {"xformers"}),
+        ({}, {"packages": {"flash-attn": "3"}}, {"xformers", "native"}),
+        ({}, {"packages": {"xformers": "1"}}, {"xformers", "native"}),
         ({}, {"packages": {"numpy": "3"}}, set()),
         ({}, {"method_sha256": "11"}, PATCHED),
         ({}, {"model_sha256": "11"}, EVERY),
