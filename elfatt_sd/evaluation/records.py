@@ -226,7 +226,6 @@ class Peaks(Struct, frozen=True):
     identity: str
     environment: dict[str, Any]
     rows: dict[str, MemoryRow]
-    programs: dict[str, str]
     errors: dict[str, str] = {}
     format: Literal[1] = 1
 
