@@ -22,7 +22,7 @@ import torch
 
 from elfatt_sd.devices import empty_caches
 from elfatt_sd.errors import ElfattError, ElfattFailure, in_plain_words, is_out_of_memory
-from elfatt_sd.evaluation.images import (
+from elfatt_sd.evaluation.generate import (
     code_hashes,
     denoiser,
     image_environment,

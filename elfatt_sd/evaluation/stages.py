@@ -16,8 +16,7 @@ from typing import Any
 
 from elfatt_sd.errors import REPORT, ElfattError, ElfattFailure, need
 from elfatt_sd.evaluation.extraction import by_first, check_exists, every_minute, is_first, leave_processes
-from elfatt_sd.evaluation.generate import costs, generate, write_cost
-from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
+from elfatt_sd.evaluation.generate import check_size, costs, generate, load_protocol_pipeline, row_patch, write_cost
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
 from elfatt_sd.evaluation.metrics import load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts

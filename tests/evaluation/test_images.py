@@ -20,8 +20,7 @@ from support.runs import make, row_of, run_data
 import elfatt_sd
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate
-from elfatt_sd.evaluation import images as images_module
-from elfatt_sd.evaluation.images import check_images, image_environment, row_patch, start_noise, to_uint8
+from elfatt_sd.evaluation.generate import check_images, image_environment, row_patch, start_noise, to_uint8
 from elfatt_sd.evaluation.protocols import Cell, Protocol
 
 
@@ -75,7 +74,7 @@ def test_schedulers_by_name(tmp_path: Path, model: Path, monkeypatch: pytest.Mon
     alone = generate.make_images(pipe, protocol, ["dog"], [4])
     assert torch.allclose(together[1], alone[0], atol=1e-4)  # its noise comes from each image's own generator
     pipe.scheduler.register_to_config(skip_prk_steps=False)  # as of a model that is not stored with PLMS
-    monkeypatch.setattr(images_module, "load_pipeline", lambda *_, **__: pipe)
+    monkeypatch.setattr(generate, "load_pipeline", lambda *_, **__: pipe)
     generate.load_protocol_pipeline(runs.small_protocol(tmp_path, model, "scheduler=PLMS"))
     pipe.scheduler.set_timesteps(4)
     assert type(pipe.scheduler).__name__ == "PNDMScheduler"

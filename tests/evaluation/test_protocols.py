@@ -27,7 +27,7 @@ from support import tiny_pipelines as tiny
 from elfatt_sd.config import METHODS, PRESETS
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.extraction import Images
-from elfatt_sd.evaluation.images import check_size, image_environment, load_protocol_pipeline, make_images
+from elfatt_sd.evaluation.generate import check_size, image_environment, load_protocol_pipeline, make_images
 from elfatt_sd.evaluation.prompts import PROMPT_LISTS, PromptFile, load_labels, read_prompts, run_prompts, spread
 from elfatt_sd.evaluation.protocols import NULL_SEED_OFFSET, Protocol, decisive, differences, load_protocol
 from elfatt_sd.evaluation.records import same_images
