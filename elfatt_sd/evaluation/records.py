@@ -186,12 +186,15 @@ class TimedRow(Struct, frozen=True):
     failed: str | None = None
 
 
-class Times(Struct, frozen=True):
+class _Measured(Struct, frozen=True, kw_only=True):
     identity: str
-    environment: dict[str, Any]
-    rows: dict[str, TimedRow]
     errors: dict[str, str] = {}
     format: Literal[1] = 1
+
+
+class Times(_Measured, frozen=True):
+    environment: dict[str, Any]
+    rows: dict[str, TimedRow]
 
 
 class RowCost(Struct, frozen=True):
@@ -200,10 +203,8 @@ class RowCost(Struct, frozen=True):
     reason: str | None = None  # why it is not known
 
 
-class Cost(Struct, frozen=True):
-    identity: str
+class Cost(_Measured, frozen=True):
     rows: dict[str, RowCost]
-    format: Literal[1] = 1
 
 
 class MemoryRow(Struct, frozen=True):
@@ -220,14 +221,9 @@ class MemoryRow(Struct, frozen=True):
     note: str | None = None
 
 
-class Peaks(Struct, frozen=True):
-    """`memory.json`."""
-
-    identity: str
+class Peaks(_Measured, frozen=True):
     environment: dict[str, Any]
     rows: dict[str, MemoryRow]
-    errors: dict[str, str] = {}
-    format: Literal[1] = 1
 
 
 class ResultRow(ScoredRow):

@@ -141,16 +141,12 @@ class RunFolder:
     def record(self) -> records.RunRecord:
         return _read_record(self.folder)
 
-    @property
-    def begun(self) -> bool:
-        return (self.folder / RUN_FILE).exists()
-
     def check(self) -> None:
         """Refuse a folder that belongs to another protocol or to something else."""
         source = Path(self.protocol.reference.source).resolve()
         if source.exists() and source.is_relative_to(self.folder.resolve()):
             raise ElfattError(f"reference {source} is of this run; give images that it is compared with.")
-        if not self.begun:
+        if not (self.folder / RUN_FILE).exists():
             for path in self.folder.iterdir() if self.folder.is_dir() else ():
                 if not is_hidden(path.name) and path.suffix != ".part":
                     said = f"is not empty and holds no run (there is {path.name!r})"
@@ -167,14 +163,14 @@ class RunFolder:
     def check_environment(self, environment: Mapping[str, Any]) -> None:
         """Refuse to go on where images would come out differently."""
         begun = [self.protocol.cell(row.name) for row in self.rows if row.finished or row.batches_folder.is_dir()]
-        if self.begun and (changed := records.same_images(self.record.environment, environment, begun)):
+        if begun and (changed := records.same_images(self.record.environment, environment, begun)):
             raise ElfattError(
                 f"{self.folder} was begun where images come out differently ({'; '.join(changed)}); "
                 f"go on there, or {_NEW_FOLDER.format(self.folder)}."
             )
 
     def begin(self, environment: Mapping[str, Any]) -> None:
-        created = self.record.created if self.begun else now()
+        created = self.record.created if (self.folder / RUN_FILE).exists() else now()
         data = {"format": 1, "name": self.protocol.name, "identity": self.protocol.identity, "created": created}
         data |= {"protocol": self.protocol.to_dict(), "environment": dict(environment)}
         write_json(self.folder / RUN_FILE, data)

@@ -148,7 +148,6 @@ WRONG: dict[str, dict[str, tuple[str, ...]]] = {  # what is wrong, and what the 
         "cells=[]": ("'cells=[]'", "rows are changed in the protocol's file"),
         "name=../../x": ("name='../../x'", "letters, digits, _ and -"),
         "reference.size=8": ("size=8 with resize='none'", "both, or neither"),
-        "reference.resize=fit": ("reference.resize='fit'", "crop"),
         "reference.filter=mitchell": ("mitchell", "lanczos"),
     },
     "cell": {
@@ -243,9 +242,7 @@ def test_prompts_of_lines_and_tables(tmp_path: Path) -> None:
 
 
 LABELS: list[tuple[str, str | bytes, str]] = [
-    ("empty.txt", "", "empty"),
     ("blank.txt", "\n  \n", "empty"),
-    ("empty.csv", "", "empty"),
     ("twice.txt", "cat\ncat\n", "'cat' twice"),
     ("column.csv", "title\ncat\n", "no column 'name', but title"),
     ("", "", "accepted: imagenet1k, toy"),
@@ -257,7 +254,6 @@ FILES: list[tuple[str, str | bytes, dict[str, str], str]] = [
     ("a.txt", "a\n", {"cluster": "x"}, "has no column 'x', but prompt"),
     ("a.csv", "", {}, "is empty"),
     ("a.csv", "title\na\n", {}, "has no column 'prompt', but title"),
-    ("a.csv", "prompt\na\n", {"cluster": "kind"}, "no column 'kind'"),
     ("a.csv", "prompt,kind\na\n", {"cluster": "kind"}, "line 2 has nothing in column 'kind'"),
     ("a.csv", "prompt,kind\n,x\n", {}, "line 2 has nothing in column 'prompt'"),
     ("a.csv", "prompt\na,b\n", {}, "line 2 has more fields"),

@@ -193,7 +193,6 @@ UNREADABLE = r"cannot be read: (it is not a plain file|Too many levels)"
         (MANIFEST, {"sha256": "x"}, "line 2 .*sha256.*; delete the file to make row 'null' again"),
         (MANIFEST, {"prompt": "\ud800"}, "line 2 is damaged"),
         (MANIFEST, os.mkfifo, "does not exist"),
-        ("run.json", os.mkdir, UNREADABLE),
         ("run.json", os.mkfifo, UNREADABLE),
         ("results.json", lambda path: path.symlink_to(path), UNREADABLE),
     ],

@@ -46,20 +46,19 @@ class Pictures:
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        # of the rows that start from the same latents: all but the null row; by their indices
-        self.made: dict[Row, dict[int, MadeImage]] = {}
+        # of the rows that start from the same latents: all but the null row
+        self.made: dict[Row, list[MadeImage]] = {}
         self.folders = {row: RowFolder(results.folder / "cells" / row.cell) for row in results.rows}
         for row, folder in self.folders.items():
             if row.role != NULL and is_plain_name(row.cell) and folder.finished:  # a folder of this run alone
-                self.made[row] = {each.index: each for each in folder.made_images()}
+                self.made[row] = folder.made_images()
 
     def grid(self, edge: int) -> list[list[Picture]]:
-        """Return the images of latents that all rows have, chosen evenly; unfinished rows are left aside."""
-        held = [set(made) for row, made in self.made.items() if not row.failed] or [*map(set, self.made.values())]
-        shared = sorted(set.intersection(*held)) if held else []
-        count = min(_COLUMNS, len(shared))
-        latents = [shared[(2 * place + 1) * len(shared) // (2 * count)] for place in range(count)]
-        return [[self.picture(row, index, edge) for index in latents] for row in self.made if latents]
+        """Return the images of some latents, chosen evenly; unfinished rows are left aside."""
+        images = min(map(len, self.made.values()), default=0)
+        count = min(_COLUMNS, images)
+        latents = [(2 * place + 1) * images // (2 * count) for place in range(count)]
+        return [[self.picture(row, index, edge) for index in latents] for row in self.made]
 
     def most_changed(self, edge: int) -> list[tuple[Row, list[tuple[Picture, Picture]]]]:
         """Return for each method the pairs (untouched, method) that differ most."""
@@ -67,20 +66,17 @@ class Pictures:
         if base is None or base not in self.made:
             return []
         for row, made in self.made.items():
-            shared = [index for index in row.most_changed if index in made][:_PAIRS]
+            shared = [index for index in row.most_changed if index < len(made)][:_PAIRS]
             if row is not base and shared:
                 pairs = [(self.picture(base, index, edge), self.picture(row, index, edge)) for index in shared]
                 found.append((row, pairs))
         return found
 
     def picture(self, row: Row, index: int, edge: int) -> Picture:
-        made = self.made[row].get(index)
-        prompt = next(each[index].prompt for each in self.made.values() if index in each)
-        if made is None:
-            return Picture(row, index, prompt, "", "no image")
+        made = self.made[row][index]
         clip = self.results.protocol.get("frames") or 1, self.results.protocol.get("frame_rate") or 16.0
         uri, gap = _data_uri(self.folders[row].image_file(index), made.sha256, edge, *clip)
-        return Picture(row, index, prompt, uri, gap)
+        return Picture(row, index, made.prompt, uri, gap)
 
 
 def _data_uri(path: Path, sha256: str, edge: int, frames: int, rate: float) -> tuple[str, str]:
