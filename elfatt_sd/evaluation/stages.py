@@ -110,10 +110,6 @@ def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
     protocol, found = run.protocol, dict[str, None]()
 
-    def scores(**changes: Any) -> None:
-        part = dataclasses.replace(protocol, **changes)
-        score_inputs(part, load_extractors(part))
-
     @contextlib.contextmanager
     def noted(where: str = "") -> Iterator[None]:
         try:
@@ -129,11 +125,13 @@ def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
     checks += [functools.partial(RunFolder.open, other) for other in reuse]
     checks += first_checks(protocol)
     checks += [functools.partial(load_metrics, [each], network_device(protocol)) for each in protocol.metrics]
-    checks += [functools.partial(scores, extractors=(each,), metrics=()) for each in protocol.extractors]
-    checks.append(scores)
     for check in checks:
         with noted():
             check()
+    alone = [dataclasses.replace(protocol, extractors=(each,), metrics=()) for each in protocol.extractors]
+    for part in (*alone, protocol):
+        with noted():
+            score_inputs(part, load_extractors(part))
     with noted():
         pipe = load_protocol_pipeline(protocol)
         for cell in protocol.cells:

@@ -40,11 +40,6 @@ from elfatt_sd.files import HOLDER_FILE, folder_lock, write_json
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def pixels(path: Path) -> np.ndarray[Any, Any]:
-    with Image.open(path) as image:
-        return np.asarray(image)
-
-
 def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) -> None:
     """The baseline's are those of the plain pipeline, without any of the harness."""
     from diffusers import StableDiffusionPipeline
@@ -58,7 +53,7 @@ def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) 
         assert [entry.seed for entry in entries] == [3 + cell.seed_offset + index for index in range(5)]
         for entry in entries:
             assert hashlib.sha256(row.image_file(entry.index).read_bytes()).hexdigest() == entry.sha256
-            assert pixels(row.image_file(entry.index)).shape == (32, 32, 3)
+            assert np.asarray(Image.open(row.image_file(entry.index))).shape == (32, 32, 3)
         assert {path.name for path in row.folder.iterdir()} == {"images", "manifest.jsonl"}
         hashes += [entry.sha256 for entry in entries]
     assert len({*hashes}) == len(hashes), "rows differ as their methods do"
@@ -71,7 +66,7 @@ def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) 
     noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)])
     plain = pipe(["cat", "dog"], num_inference_steps=4, latents=noise, height=32, width=32, output_type="np").images
     for index in range(2):
-        ours = pixels(row_of(run_dir, protocol.baseline).image_file(index))
+        ours = np.asarray(Image.open(row_of(run_dir, protocol.baseline).image_file(index)))
         assert np.array_equal(ours, (plain[index] * 255).round().astype(np.uint8))
 
 
