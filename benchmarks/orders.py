@@ -21,7 +21,7 @@ from elfatt_sd.benchmarking.variants import Size, height_and_width, is_peer, nam
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.drawing.studio import check_steps, own_settings, rows_of, warn_if_too_large
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.images import weights_sha256
+from elfatt_sd.evaluation.generate import weights_sha256
 from elfatt_sd.families import family_of, main_denoiser, step_denoisers
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.methods import AttentionName

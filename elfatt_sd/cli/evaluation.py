@@ -198,7 +198,7 @@ def verify_command(
 def _print_plan(run: RunFolder, reuse: Sequence[Path]) -> None:
     from rich.table import Table
 
-    from elfatt_sd.evaluation.stages import extent, obstacles, to_do
+    from elfatt_sd.evaluation.stages import obstacles, outlook
 
     table = Table("cell", "label", "role", "settings", title=f"{run.protocol.name} {run.protocol.identity[:12]}")
     for cell in run.protocol.cells:
@@ -208,8 +208,7 @@ def _print_plan(run: RunFolder, reuse: Sequence[Path]) -> None:
     console.print(table)
     found = obstacles(run, reuse)
     with contextlib.suppress(ElfattError):  # it is among the obstacles
-        console.print(extent(run))
-        console.print(f"to do: {to_do(run)}")
+        console.print("\n".join(outlook(run)))
     _stop_at(found, WRONG_USE)
 
 

@@ -22,7 +22,7 @@ import torch
 
 from elfatt_sd.devices import empty_caches
 from elfatt_sd.errors import ElfattError, ElfattFailure, in_plain_words, is_out_of_memory
-from elfatt_sd.evaluation.images import (
+from elfatt_sd.evaluation.generate import (
     code_hashes,
     denoiser,
     image_environment,
@@ -34,7 +34,6 @@ from elfatt_sd.evaluation.images import (
 )
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, PeakMemory, Protocol, Time
-from elfatt_sd.evaluation.records import Peaks, read_data, same_images
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, RunFolder
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
@@ -130,46 +129,34 @@ def summarize_time(
 
 
 def measure_memory(run: RunFolder, report: Report = print) -> dict[str, Any]:
-    """Measure all rows and write `memory.json` after each, so that a killed run goes on with the next row.
+    """Measure all rows and write `memory.json` as a whole; nothing is taken over from an earlier attempt.
 
     Rows whose programs are the same (the untouched pipeline and the null row) share one measurement. Out of
-    memory is reported as a result, and so is a system that does not tell. Rows that failed otherwise, or were measured
-    in another environment, are measured again.
+    memory is reported as a result, and so is a system that does not tell.
     """
-    protocol = run.protocol
+    protocol, begun = run.protocol, now()
     pipe = load_protocol_pipeline(protocol)
     device, environment = denoiser(pipe).device, image_environment(protocol, pipe)
     del pipe
     free_memory()  # for the processes that measure
     told = PeakMeter(device).kind is not None
-    unmeasured = "" if told else f"not measured: {sys.platform} does not tell the peak of device {device.type!r}"
+    unmeasured = f"not measured: {sys.platform} does not tell the peak of device {device.type!r}"
     run.check_environment(environment)
-    path = run.folder / MEMORY_FILE
-    data = read_data(path, Peaks, "delete it to measure again") or {}
-    before = data.get("environment", {})
-    if data.get("identity") != protocol.identity or same_images(before, environment, protocol.cells):
-        data = {"format": 1, "identity": protocol.identity, "measured": now(), "environment": environment}
-        data |= {"rows": {}, "programs": {}, "errors": {}}
-    rows, programs, errors = data["rows"], data["programs"], data["errors"]
-    while errors:
-        rows.pop(errors.popitem()[0], None)
+    rows, programs, errors = dict[str, dict[str, Any]](), dict[str, str](), dict[str, str]()
     for cell in protocol.cells:
-        if cell.name in rows:
-            continue
         program = sha256_of_data([cell.config().to_dict(), cell.peer, cell.options])
-        twin = programs.get(program)
-        if twin in rows:
-            rows[cell.name] = {**rows[twin], "same_program_as": twin}
-        elif unmeasured:
-            rows[cell.name] = summarize_memory({}, None, unmeasured)
-        else:
-            try:
-                rows[cell.name] = _measure_row(protocol, cell, report)
-                programs[program] = cell.name
-            except ElfattError as error:
-                errors[cell.name] = str(error)
-                rows[cell.name] = summarize_memory({}, None, str(error))
-        write_json(path, data)
+        try:
+            if twin := programs.get(program):
+                rows[cell.name] = {**rows[twin], "same_program_as": twin}
+            else:
+                measured = _measure_row(protocol, cell, report) if told else summarize_memory({}, None, unmeasured)
+                rows[cell.name], programs[program] = measured, cell.name
+        except ElfattError as error:
+            errors[cell.name] = str(error)
+            rows[cell.name] = summarize_memory({}, None, str(error))
+    data = {"format": 1, "identity": protocol.identity, "measured": begun, "environment": environment}
+    data |= {"rows": rows, "programs": programs, "errors": errors}
+    write_json(run.folder / MEMORY_FILE, data)
     return data
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import os
 import random
 import unicodedata
@@ -65,13 +64,6 @@ def run_prompts(protocol: Protocol) -> list[Prompt]:
         except (LookupError, ValueError, AttributeError) as error:
             raise refused(f"template={template!r} ({type(error).__name__}: {error})", "the field {label}") from error
     chosen = spread([pair for pair in texts for _ in range(each)], protocol.limit)
-    offsets = sorted([0, *(cell.seed_offset for cell in protocol.cells if cell.role == "null")])
-    for first, second in itertools.pairwise(offsets):
-        if second - first < len(chosen):
-            raise ElfattError(
-                f"seed_offset={second} is not accepted; with {len(chosen)} images a row, give null rows offsets that "
-                f"are {len(chosen)} or more above 0 and above each other."
-            )
     return [Prompt(index, number, text) for index, (number, text) in enumerate(chosen)]
 
 
@@ -89,15 +81,14 @@ def spread(values: Sequence[Value], count: int) -> list[Value]:
 
 def load_labels(name: str) -> list[str]:
     """Return a named list (`imagenet1k`, `toy`), or the labels of a file: one per line, or a column `name`."""
-    if name == "imagenet1k":
-        return [row["short_name"] for _, row in _rows(IMAGENET_FILE, "labels", "")]
     if name == "toy":
         from elfatt_sd.toy.renderer import CLASS_PROMPTS
 
         return list(CLASS_PROMPTS)
-    if not os.path.isfile(name):  # which takes any name
+    if name != "imagenet1k" and not os.path.isfile(name):  # which takes any name
         raise ElfattError(f"labels={name!r} is not known; accepted: imagenet1k, toy, or a .txt or .csv file.")
-    labels = [_value(place, row, "name") for place, row in _rows(Path(name), "labels", "name")]
+    path, column = (IMAGENET_FILE, "short_name") if name == "imagenet1k" else (Path(name), "name")
+    labels = [_value(place, row, column) for place, row in _rows(path, "labels", column)]
     label, times = Counter(labels).most_common(1)[0]
     if times > 1:
         raise ElfattError(f"labels {name} names {label!r} twice; every label must be distinct.")

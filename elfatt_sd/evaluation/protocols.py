@@ -31,7 +31,7 @@ Maybe = Annotated[int, Meta(ge=0)]  # 0 stands for all, none, or the protocol's 
 Pixels = Annotated[int, Meta(ge=8, multiple_of=8)]
 Scope = Literal["end_to_end", "unet"]
 FEW_REPEATS = 5  # rounds of timing; with fewer the results say so, and claim no gain
-NULL_SEED_OFFSET = 1_000_000  # the null row's seeds start here, past those of every image of a run
+NULL_SEED_OFFSET = 1_000_000  # a null row's seeds start so far on: past those of every image of the rows before it
 _IN_PLACE = "tomesd"  # its rows name the preset that does the same, and have its settings
 PRINTED = ("FID", "seconds_per_image", "gb_per_image")  # the figures of a published row
 _REPORT_ONLY = ("description", "published", "frame_rate")  # words and printed figures: they change no measurement
@@ -68,14 +68,11 @@ class Cell:
     # method; the others take the patch's place.
     peer: str = ""
     peer_settings: Mapping[str, Any] = field(default_factory=dict)  # of the peer; tomesd's may stand in `settings`
-    seed_offset: int = 0  # of the null row, added to the seed of every image; at least the number of images
+    seed_offset: int = 0  # of the null row, added to the seed of every image; no key of a file
 
     def __post_init__(self) -> None:
         if not is_plain_name(self.name):
             raise refused(f"cell name {self.name!r}", NAME)
-        if (self.role == "null") != (self.seed_offset > 0) or self.seed_offset < 0:
-            accepted = "at least the number of images for the null row, 0 for all others"
-            raise refused(f"seed_offset={self.seed_offset} of cell {self.name!r}", accepted)
         try:
             config = self.config()
             if self.peer:
@@ -369,7 +366,7 @@ def _make_quick(data: dict[str, Any], limit: int) -> None:
 
 def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Turn settings with several values into one row for each, and give rows their names and seeds."""
-    fields = {item.name for item in dataclasses.fields(Cell)} - {"settings", "swept"}
+    fields = {item.name for item in dataclasses.fields(Cell)} - {"settings", "swept", "seed_offset"}
     expanded: list[dict[str, Any]] = []
     for number, cell in enumerate(cells, 1):
         if ":" in str(cell.get("method", "")):
@@ -382,7 +379,7 @@ def _expand(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise ElfattError(f"key {unknown[0]!r} of cell {number} is not known; accepted: {accepted}.")
         expanded += _rows(own, settings, number)
     for count, row in enumerate((row for row in expanded if row.get("role") == "null"), 1):
-        row.setdefault("seed_offset", count * NULL_SEED_OFFSET)
+        row["seed_offset"] = count * NULL_SEED_OFFSET
     return expanded
 
 

@@ -19,24 +19,16 @@ from elfatt_sd.peers import PEERS
 _DECISIVE = ("device", "attention_backends", "model_sha256", "prompts_sha256", "code_sha256")
 _DECISIVE_CUDA = ("runtime", "cudnn", "tf32", "cudnn_tf32")
 _DECISIVE_PACKAGES = ("torch", "diffusers", "transformers")
-_KERNELS = {  # the package that an attention backend comes from
-    "flash": "flash-attn",
-    "flash_hub": "kernels",
-    "_flash_3": "flash-attn-3",
-    "sage": "sageattention",
-    "xformers": "xformers",
-}
+_KERNELS = ("flash-attn", "kernels", "flash-attn-3", "sageattention", "xformers")  # what attention backends come from
 
 
 def same_images(before: Mapping[str, Any], now: Mapping[str, Any], cells: Iterable[Cell]) -> list[str]:
     """List what differs between two environments so that images of some rows could differ too."""
     sides: list[dict[str, Any]] = [{}, {}]
     for cell in cells:
-        config = cell.config()
         keys = [*_DECISIVE, *(["method_sha256"] if cell.patched else [])]
         packages = [*_DECISIVE_PACKAGES, *([PEERS[cell.peer].package or "diffusers"] if cell.peer else [])]
-        if cell.patched and config.attention_backend in _KERNELS:
-            packages.append(_KERNELS[config.attention_backend])
+        packages += _KERNELS if cell.patched and cell.config().attention_backend != "auto" else ()
         for side, environment in zip(sides, (before, now), strict=True):
             cuda, installed = environment.get("cuda") or {}, environment.get("packages", {})
             side |= {key: environment.get(key) for key in keys}
@@ -194,12 +186,15 @@ class TimedRow(Struct, frozen=True):
     failed: str | None = None
 
 
-class Times(Struct, frozen=True):
+class _Measured(Struct, frozen=True, kw_only=True):
     identity: str
-    environment: dict[str, Any]
-    rows: dict[str, TimedRow]
     errors: dict[str, str] = {}
     format: Literal[1] = 1
+
+
+class Times(_Measured, frozen=True):
+    environment: dict[str, Any]
+    rows: dict[str, TimedRow]
 
 
 class RowCost(Struct, frozen=True):
@@ -208,10 +203,8 @@ class RowCost(Struct, frozen=True):
     reason: str | None = None  # why it is not known
 
 
-class Cost(Struct, frozen=True):
-    identity: str
+class Cost(_Measured, frozen=True):
     rows: dict[str, RowCost]
-    format: Literal[1] = 1
 
 
 class MemoryRow(Struct, frozen=True):
@@ -228,15 +221,9 @@ class MemoryRow(Struct, frozen=True):
     note: str | None = None
 
 
-class Peaks(Struct, frozen=True):
-    """`memory.json`."""
-
-    identity: str
+class Peaks(_Measured, frozen=True):
     environment: dict[str, Any]
     rows: dict[str, MemoryRow]
-    programs: dict[str, str]
-    errors: dict[str, str] = {}
-    format: Literal[1] = 1
 
 
 class ResultRow(ScoredRow):
@@ -267,13 +254,6 @@ def read_data(path: Path, shape: type[Any], remedy: str, identity: str | None = 
         if identity is not None and data["identity"] != identity:
             raise ElfattError(f"{path} is of another run, of identity {data['identity'][:12]!r}; {remedy}.")
     return data
-
-
-def is_whole(path: Path, shape: type[Any], identity: str) -> bool:
-    try:
-        return read_data(path, shape, "", identity) is not None
-    except ElfattError:
-        return False
 
 
 _OVER_CLASSES = ("distances", "paired", "accuracy", "metrics")  # parts of a row with intervals over classes

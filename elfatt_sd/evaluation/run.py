@@ -23,7 +23,6 @@ from elfatt_sd.files import (
     is_hidden,
     read_plain,
     read_typed,
-    visible,
     write_file,
     write_json,
 )
@@ -71,15 +70,7 @@ class RowFolder:
     def made_images(self) -> list[records.MadeImage]:
         if not self.finished:
             raise ElfattError(f"{self.manifest} does not exist; row {self.name!r} is not made yet.")
-        return self.known_images()
-
-    def known_images(self) -> list[records.MadeImage]:
-        """Return what was generated so far, also where the row is not finished."""
-        if self.finished:
-            return _images_in(self.manifest, f"delete the file to make row {self.name!r} again")
-        remedy = f"delete the file to make these images of {self.name!r} again"
-        lists = visible(self.batches_folder.glob("*.jsonl"))
-        return [image for path in lists for image in _images_in(path, remedy)]
+        return _images_in(self.manifest, f"delete the file to make row {self.name!r} again")
 
     def has_batch(self, number: int, prompts: Sequence[Prompt]) -> bool:
         try:
@@ -88,16 +79,10 @@ class RowFolder:
             return False
         return [each.index for each in made] == [each.index for each in prompts]
 
-    def add_batch(self, number: int, made: Sequence[records.MadeImage]) -> None:
-        write_file(self.batch_file(number), msgspec.json.Encoder().encode_lines(made))
-
     def finish(self, manifest: bytes) -> None:
         self.failure_file.unlink(missing_ok=True)  # first: no finished row is ever said to have failed
         write_file(self.manifest, manifest)
         shutil.rmtree(self.batches_folder, ignore_errors=True)
-
-    def fail(self, reason: str) -> None:
-        write_json(self.failure_file, {"reason": reason})
 
 
 def _images_in(path: Path, remedy: str) -> list[records.MadeImage]:
@@ -156,16 +141,12 @@ class RunFolder:
     def record(self) -> records.RunRecord:
         return _read_record(self.folder)
 
-    @property
-    def begun(self) -> bool:
-        return (self.folder / RUN_FILE).exists()
-
     def check(self) -> None:
         """Refuse a folder that belongs to another protocol or to something else."""
         source = Path(self.protocol.reference.source).resolve()
         if source.exists() and source.is_relative_to(self.folder.resolve()):
             raise ElfattError(f"reference {source} is of this run; give images that it is compared with.")
-        if not self.begun:
+        if not (self.folder / RUN_FILE).exists():
             for path in self.folder.iterdir() if self.folder.is_dir() else ():
                 if not is_hidden(path.name) and path.suffix != ".part":
                     said = f"is not empty and holds no run (there is {path.name!r})"
@@ -182,14 +163,14 @@ class RunFolder:
     def check_environment(self, environment: Mapping[str, Any]) -> None:
         """Refuse to go on where images would come out differently."""
         begun = [self.protocol.cell(row.name) for row in self.rows if row.finished or row.batches_folder.is_dir()]
-        if self.begun and (changed := records.same_images(self.record.environment, environment, begun)):
+        if begun and (changed := records.same_images(self.record.environment, environment, begun)):
             raise ElfattError(
                 f"{self.folder} was begun where images come out differently ({'; '.join(changed)}); "
                 f"go on there, or {_NEW_FOLDER.format(self.folder)}."
             )
 
     def begin(self, environment: Mapping[str, Any]) -> None:
-        created = self.record.created if self.begun else now()
+        created = self.record.created if (self.folder / RUN_FILE).exists() else now()
         data = {"format": 1, "name": self.protocol.name, "identity": self.protocol.identity, "created": created}
         data |= {"protocol": self.protocol.to_dict(), "environment": dict(environment)}
         write_json(self.folder / RUN_FILE, data)

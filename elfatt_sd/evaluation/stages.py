@@ -16,13 +16,12 @@ from typing import Any
 
 from elfatt_sd.errors import REPORT, ElfattError, ElfattFailure, need
 from elfatt_sd.evaluation.extraction import by_first, check_exists, every_minute, is_first, leave_processes
-from elfatt_sd.evaluation.generate import costs, generate, write_cost
-from elfatt_sd.evaluation.images import check_size, load_protocol_pipeline, row_patch
+from elfatt_sd.evaluation.generate import check_size, costs, generate, load_protocol_pipeline, row_patch, write_cost
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
 from elfatt_sd.evaluation.metrics import load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import TOLERANCE, Protocol, decisive, unequal
-from elfatt_sd.evaluation.records import SCORES_FORMAT, is_whole, read_data
+from elfatt_sd.evaluation.records import SCORES_FORMAT, read_data
 from elfatt_sd.evaluation.report import load_results, write_report
 from elfatt_sd.evaluation.report.data import Results
 from elfatt_sd.evaluation.run import (
@@ -58,14 +57,6 @@ _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
 _ROUNDING = 1e-9
 
 
-def to_do(run: RunFolder) -> str:
-    protocol, batches, done = run.protocol, list(enumerate(run.batches)), _done_before(run)
-    left = [each for row in run.rows if not row.finished for number, each in batches if not row.has_batch(number, each)]
-    wanted = {"score": True, "time": protocol.time is not None, "memory": protocol.memory is not None, "report": True}
-    parts = [f"{sum(map(len, left))} images of {protocol.steps} steps"] if left else []
-    return ", ".join([*parts, *(stage for stage in wanted if wanted[stage] and stage not in done)]) or "nothing"
-
-
 def _done_before(run: RunFolder) -> dict[str, str]:
     """Return the hash of what each stage was made from, by its name."""
     with contextlib.suppress(ElfattError):
@@ -73,13 +64,21 @@ def _done_before(run: RunFolder) -> dict[str, str]:
     return {}
 
 
-def extent(run: RunFolder) -> str:
-    """Say how many images a run has, and what they take of the disk, as an estimate."""
-    protocol, count = run.protocol, len(run.prompts) * len(run.rows)
+def outlook(run: RunFolder) -> list[str]:
+    """Say how many images a run has, what they take of the disk, as an estimate, and what is to do."""
+    protocol, count, done = run.protocol, len(run.prompts) * len(run.rows), _done_before(run)
     needed = count * protocol.frames * protocol.height * protocol.width * _PNG_BYTES_PER_PIXEL / 2**30
     there = next(place for place in (run.folder, *run.folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(there).free / 2**30
-    return f"{count} images, {len(run.prompts)} a row, about {needed:.2g} GiB of disk ({free:.3g} GiB are free)"
+    batches = [(row, number, each) for row in run.rows if not row.finished for number, each in enumerate(run.batches)]
+    left = sum(len(each) for row, number, each in batches if not row.has_batch(number, each))
+    wanted = {"score": True, "time": protocol.time is not None, "memory": protocol.memory is not None, "report": True}
+    parts = [f"{left} images of {protocol.steps} steps"] if left else []
+    parts += [stage for stage in wanted if wanted[stage] and stage not in done]
+    return [
+        f"{count} images, {len(run.prompts)} a row, about {needed:.2g} GiB of disk ({free:.3g} GiB are free)",
+        f"to do: {', '.join(parts) or 'nothing'}",
+    ]
 
 
 def first_checks(protocol: Protocol, *, scored: bool = True) -> Iterator[Callable[[], Any]]:
@@ -111,10 +110,6 @@ def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
     protocol, found = run.protocol, dict[str, None]()
 
-    def scores(**changes: Any) -> None:
-        part = dataclasses.replace(protocol, **changes)
-        score_inputs(part, load_extractors(part))
-
     @contextlib.contextmanager
     def noted(where: str = "") -> Iterator[None]:
         try:
@@ -130,11 +125,13 @@ def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
     checks += [functools.partial(RunFolder.open, other) for other in reuse]
     checks += first_checks(protocol)
     checks += [functools.partial(load_metrics, [each], network_device(protocol)) for each in protocol.metrics]
-    checks += [functools.partial(scores, extractors=(each,), metrics=()) for each in protocol.extractors]
-    checks.append(scores)
     for check in checks:
         with noted():
             check()
+    alone = [dataclasses.replace(protocol, extractors=(each,), metrics=()) for each in protocol.extractors]
+    for part in (*alone, protocol):
+        with noted():
+            score_inputs(part, load_extractors(part))
     with noted():
         pipe = load_protocol_pipeline(protocol)
         for cell in protocol.cells:
@@ -209,16 +206,8 @@ def _once(
 
     Returns why rows could not be measured, by their names; the stage is then done again the next time.
     """
-    now = sha256_of_data([run.record.identity, inputs or {}])
-    path, shape = run.folder / output, STAGE_FILES.get(output)
-
-    def is_done() -> bool:
-        if path.is_file() and shape is not None and not is_whole(path, shape, run.record.identity):
-            report(f"{name}: {path} is damaged or of another run, and is made again")
-            path.unlink()
-        return path.is_file() and _done_before(run).get(name) == now
-
-    if by_first(is_done):
+    now, path = sha256_of_data([run.record.identity, inputs or {}]), run.folder / output
+    if by_first(lambda: path.is_file() and _done_before(run).get(name) == now):
         report(f"{name}: done before")
         return {}
     report(f"{name}: begun")

@@ -1,4 +1,7 @@
-"""Generation: the same latents for all rows, the same bytes whatever happens on the way, and rows taken over."""
+"""Images of a run: latents, pixels and schedulers; the same bytes whatever happens on the way; rows taken over.
+
+Other code, weights or versions are refused where they made some.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,34 @@ import errno
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from support import runs
 from support.runs import ROOT, make, row_of, run_data
 
+import elfatt_sd
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation import generate
-from elfatt_sd.evaluation.generate import take_over
-from elfatt_sd.evaluation.protocols import Protocol, unequal
+from elfatt_sd.evaluation.generate import check_images, image_environment, row_patch, start_noise, take_over, to_uint8
+from elfatt_sd.evaluation.protocols import Cell, Protocol, unequal
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.run import RowFolder, RunFolder
-from elfatt_sd.files import HOLDER_FILE, folder_lock
+from elfatt_sd.files import HOLDER_FILE, folder_lock, write_json
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-
-
-def pixels(path: Path) -> np.ndarray[Any, Any]:
-    with Image.open(path) as image:
-        return np.asarray(image)
 
 
 def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) -> None:
@@ -52,7 +53,7 @@ def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) 
         assert [entry.seed for entry in entries] == [3 + cell.seed_offset + index for index in range(5)]
         for entry in entries:
             assert hashlib.sha256(row.image_file(entry.index).read_bytes()).hexdigest() == entry.sha256
-            assert pixels(row.image_file(entry.index)).shape == (32, 32, 3)
+            assert np.asarray(Image.open(row.image_file(entry.index))).shape == (32, 32, 3)
         assert {path.name for path in row.folder.iterdir()} == {"images", "manifest.jsonl"}
         hashes += [entry.sha256 for entry in entries]
     assert len({*hashes}) == len(hashes), "rows differ as their methods do"
@@ -65,7 +66,7 @@ def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) 
     noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)])
     plain = pipe(["cat", "dog"], num_inference_steps=4, latents=noise, height=32, width=32, output_type="np").images
     for index in range(2):
-        ours = pixels(row_of(run_dir, protocol.baseline).image_file(index))
+        ours = np.asarray(Image.open(row_of(run_dir, protocol.baseline).image_file(index)))
         assert np.array_equal(ours, (plain[index] * 255).round().astype(np.uint8))
 
 
@@ -192,13 +193,13 @@ def test_a_row_is_finished_before_it_is_said_to_be(tmp_path: Path, monkeypatch: 
     marks = "a\u2028b\u2029c\x85d\x0ce"  # each ends a line for `str.splitlines`
     row = RowFolder(tmp_path / "row")
     made = [MadeImage(index, "images/0.png", marks, 0, index, "0" * 64) for index in range(2)]
-    row.add_batch(0, made)
-    row.fail("image 0 is black")
+    write_json(row.failure_file, {"reason": "image 0 is black"})
+    manifest = msgspec.json.Encoder().encode_lines(made)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
-        row.finish(row.batch_file(0).read_bytes())
+        row.finish(manifest)
     assert not row.finished and row.failure is None
-    row.finish(row.batch_file(0).read_bytes())
+    row.finish(manifest)
     assert row.made_images() == made
 
 
@@ -223,34 +224,29 @@ def test_what_is_said_or_refused_before_the_first_image(
         assert str(os.getpid()) in (lock / HOLDER_FILE).read_text()
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (None, "image 3 is not finite"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"), "out of memory at batch 2"),
-    ],
-)
-def test_a_row_that_fails_is_named_and_no_other_fails(
-    protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None, said: str
+def test_rows_that_fail_are_named_and_no_other_fails(
+    protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, null = generate.make_images, protocol.cells[1]
-    protocol = dataclasses.replace(protocol, steps=1, cells=protocol.cells[:3])
+    """One is not finite, for another there is no memory."""
+    real, null, third = generate.make_images, *protocol.cells[1:3]
+    protocol, called = dataclasses.replace(protocol, steps=1), list[int]()
 
     def broken(pipe: Any, protocol: Protocol, prompts: list[str], seeds: list[int]) -> torch.Tensor:
+        called.append(seeds[0])
         images = real(pipe, protocol, prompts, seeds)
         if seeds[0] == 3 + null.seed_offset + 2:
             images[1] = torch.nan
-            if error:
-                raise error
+        if len(called) == 3 + 2 + 1:  # the first batch of the third row
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")
         return images
 
     with monkeypatch.context() as patch:
         patch.setattr(generate, "make_images", broken)
         failed = make(tmp_path / "run", protocol)
-    assert list(failed) == ["null"] and said in failed["null"]
+    assert "image 3 is not finite" in failed.pop("null") and failed == {third.name: "out of memory at batch 2"}
     row = row_of(tmp_path / "run", null)
-    assert row.failure == failed["null"] and not row.image_file(2).exists()
-    assert len(row_of(tmp_path / "run", protocol.cells[2]).made_images()) == 5
+    assert "image 3" in str(row.failure) and not row.image_file(2).exists()
+    assert len(row_of(tmp_path / "run", protocol.cells[3]).made_images()) == 5
     left = [tmp_path / "run" / place / ".x.1.part" for place in (".", "cells/sd/images", "report")]
     for path in left:
         path.parent.mkdir(exist_ok=True)
@@ -259,41 +255,34 @@ def test_a_row_that_fails_is_named_and_no_other_fails(
     assert not any(path.exists() for path in left), "half-written files are removed"
 
 
-def listed(line: int, before: str, now: str) -> Callable[[Path], object]:
-    def damage(folder: Path) -> None:
-        manifest = folder / "cells" / "sd" / "manifest.jsonl"
-        lines = manifest.read_text(encoding="utf-8").splitlines(keepends=True)
-        manifest.write_text("".join(lines[:line]).replace(before, now), encoding="utf-8")
-
-    return damage
-
-
 @pytest.mark.parametrize(
-    ("changes", "environment", "damage", "taken", "said"),
+    ("changes", "environment", "listed", "taken", "said"),
     [
         ({"name": "larger", "extractors": ()}, {}, None, 4, "reused"),
         ({}, {"device": "another"}, None, 0, "not reused: device: "),
         ({}, {"method_sha256": "of other code"}, None, 3, "not reused: method_sha256: "),
-        ({}, {}, listed(3, "", ""), 3, "does not list this run's images"),
-        ({}, {}, listed(5, "owl", "dove"), 3, "does not list this run's images"),
+        ({}, {}, (3, "owl"), 3, "does not list this run's images"),
+        ({}, {}, (5, "dove"), 3, "does not list this run's images"),
         *(({key: value}, {}, None, 0, None) for key, value in (("steps", 3), ("seed", 4), ("guidance", 2.0))),
         ({"batch": 1}, {}, None, 0, None),
     ],
 )
 def test_only_rows_of_the_same_images_are_copied_and_each_is_told(
-    made: tuple[Path, Protocol], tmp_path: Path, changes: Any, environment: Any, damage: Any, taken: int, said: Any
+    made: tuple[Path, Protocol], tmp_path: Path, changes: Any, environment: Any, listed: Any, taken: int, said: Any
 ) -> None:
     """Under another name; a row of another block size is not. A model counts by its weights, not by its place."""
     (tmp_path / "model").symlink_to(made[1].model)
     there, (untouched, null, third, peer) = Path(shutil.copytree(made[0], tmp_path / "there")), made[1].cells
-    if damage:
-        damage(there)
+    if listed:
+        manifest = row_of(there, untouched).manifest
+        kept = manifest.read_text(encoding="utf-8").splitlines(keepends=True)[: listed[0]]
+        manifest.write_text("".join(kept).replace("owl", listed[1]), encoding="utf-8")
     other = dataclasses.replace(third, name="other", settings={**third.settings, "block_size": 32})
     cells = (untouched, dataclasses.replace(null, name="seeds"), third, other, peer)
     protocol = dataclasses.replace(made[1], model=str(tmp_path / "model"), cells=cells, **changes)
     run = RunFolder(tmp_path / "new", protocol)
     run.begin({**run_data(there)["environment"], **environment})
-    run.rows[1].fail("image 0 is black")
+    write_json(run.rows[1].failure_file, {"reason": "image 0 is black"})
     lines: list[str] = []
     take_over(run, [RunFolder.open(there)], lines.append)
     assert len(run.finished) == taken and not run.row("other").finished
@@ -312,3 +301,155 @@ def test_an_altered_image_is_not_copied(made: tuple[Path, Protocol], tmp_path: P
     path.write_bytes(path.read_bytes() + b" ")
     with pytest.raises(ElfattError, match=r"00002\.png is not the image that was generated; row 'null'"):
         make(tmp_path / "again", made[1], tmp_path / "copy")
+
+
+def test_latents_do_not_depend_on_batches_rows_or_dtype(protocol: Protocol) -> None:
+    pipe = generate.load_protocol_pipeline(protocol)
+    together = start_noise(pipe, protocol, [3, 4, 5])["latents"]
+    alone = torch.cat([start_noise(pipe, protocol, [seed])["latents"] for seed in (3, 4, 5)])
+    assert torch.equal(together, alone)
+    assert together.std() == pytest.approx(1, abs=0.1)
+    pipe.unet.to(torch.bfloat16)
+    assert torch.equal(start_noise(pipe, protocol, [3])["latents"], together[:1].to(torch.bfloat16))
+
+
+def test_pixels_are_rounded_in_full_precision_and_bad_images_named() -> None:
+    """As diffusers does; half precision has no 255 levels, and all that it rounds wrongly comes out darker."""
+    for dtype in (torch.float16, torch.bfloat16):
+        images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        expected = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images.float()))[0]
+        assert np.array_equal(to_uint8(images)[0].numpy(), np.asarray(expected))
+    check_images(images, [6])
+    for value, message in ((0.0, "image 7 is black"), (math.nan, "image 7 .*not finite")):
+        with pytest.raises(ElfattError, match=message):
+            check_images(torch.cat([images, torch.full_like(images, value)]), [6, 7])
+
+
+def test_rows_are_patched_for_their_length_alone_and_a_peer_is_deterministic(protocol: Protocol) -> None:
+    pipe = generate.load_protocol_pipeline(protocol)
+    with row_patch(pipe, Cell("sd", "SD", "sd", role="baseline", settings={"attention_backend": "native"})):
+        assert elfatt_sd.is_patched(pipe)
+    with row_patch(pipe, protocol.baseline):
+        assert not elfatt_sd.is_patched(pipe)
+    cell = protocol.cell("tomesd-ratio0.5")
+    state, kind = torch.get_rng_state(), type(pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0])
+
+    def image(seed: int) -> torch.Tensor:
+        with row_patch(pipe, cell, seed), torch.no_grad():
+            return generate.make_images(pipe, protocol, ["cat"], [3])
+
+    first = image(1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert torch.equal(first, image(1)) and not torch.equal(first, image(2))
+    assert type(pipe.unet.down_blocks[0].attentions[0].transformer_blocks[0]) is kind
+
+
+def test_schedulers_by_name(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    protocol = runs.small_protocol(tmp_path, model, "scheduler=EulerAncestralDiscreteScheduler")
+    pipe = generate.load_protocol_pipeline(protocol)
+    assert type(pipe.scheduler).__name__ == "EulerAncestralDiscreteScheduler"
+    together = generate.make_images(pipe, protocol, ["cat", "dog"], [3, 4])
+    alone = generate.make_images(pipe, protocol, ["dog"], [4])
+    assert torch.allclose(together[1], alone[0], atol=1e-4)  # its noise comes from each image's own generator
+    pipe.scheduler.register_to_config(skip_prk_steps=False)  # as of a model that is not stored with PLMS
+    monkeypatch.setattr(generate, "load_pipeline", lambda *_, **__: pipe)
+    generate.load_protocol_pipeline(runs.small_protocol(tmp_path, model, "scheduler=PLMS"))
+    pipe.scheduler.set_timesteps(4)
+    assert type(pipe.scheduler).__name__ == "PNDMScheduler"
+    assert len(pipe.scheduler.timesteps) == 5  # PLMS visits its second step twice; Runge and Kutta would need more
+
+
+def test_another_specification_and_code_are_refused(
+    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only the untouched rows are there, the run goes on, and says which code made the others.
+
+    Processes of a launch must make the same images, too.
+    """
+    run_dir, protocol = made
+    with monkeypatch.context() as patch, pytest.raises(ElfattError, match=r"0 and 1 would .* \(torch: .* there, 1.0"):
+        other = {"packages": run_data(run_dir)["environment"]["packages"] | {"torch": "1.0"}}
+        patch.setattr(generate, "gathered", lambda own: [own, own | other])
+        make(tmp_path / "two", protocol)
+    with pytest.raises(ElfattError, match="another specification") as error:
+        make(run_dir, runs.small_protocol(tmp_path, Path(protocol.model), "steps=5", "guidance=2.0"))
+    for part in ("steps: 4 there, 5 here", "guidance: 7.5 there, 2.0 here", f"--reuse {run_dir}"):
+        assert part in str(error.value)
+    refused, goes_on = (Path(shutil.copytree(run_dir, tmp_path / name)) for name in ("refused", "goes_on"))
+    row_of(refused, protocol.cells[-1]).manifest.unlink()
+    shutil.rmtree(row_of(goes_on, protocol.cells[2]).folder)
+    before = run_data(goes_on)
+    other = {"method_sha256": "of another"}
+    monkeypatch.setattr(generate, "image_environment", lambda *given: image_environment(*given) | other)
+    with pytest.raises(ElfattError, match=r"come out differently \(method_sha256: \w+ there, of another here\)"):
+        make(refused, protocol)
+    assert make(goes_on, protocol) == {}
+    now = run_data(goes_on)
+    assert now["environment"] == before["environment"] | other
+    assert {**now, "environment": before["environment"]} == before
+
+
+def test_settings_of_parts_belong_to_the_model(protocol: Protocol) -> None:
+    """As weights do. And tokenizers count by what they make of the prompts."""
+    pipe = generate.load_protocol_pipeline(protocol)
+    first = before = image_environment(protocol, pipe)
+    assert image_environment(protocol, generate.load_protocol_pipeline(protocol)) == before
+    with torch.no_grad():
+        pipe.unet.conv_in.bias += 1
+    before = image_environment(protocol, pipe)
+    assert [key for key in before if before[key] != first[key]] == ["model_sha256"]
+    changes = (("unet", "attention_head_dim", 4), ("vae", "scaling_factor", 0.5), ("scheduler", "steps_offset", 7))
+    for part, name, value in changes:
+        getattr(pipe, part).register_to_config(**{name: value})
+        now = image_environment(protocol, pipe)
+        assert [key for key in now if now[key] != before[key]] == ["model_sha256"]
+        before = now
+    pipe.tokenizer.model_max_length -= 1
+    assert image_environment(protocol, pipe)["prompts_sha256"] != before["prompts_sha256"]
+
+
+WITHOUT_UNIX = """
+import ctypes, os, platform, sys
+import accelerate, diffusers, filelock, matplotlib.pyplot, psutil, torchmetrics.image.fid, transformers
+
+def hide(event, given):
+    if event == "open" and str(given[0]).startswith("/proc/self"):
+        raise FileNotFoundError(given[0])
+
+def load(name=None, *given, library=ctypes.CDLL, **more):
+    if name is None:
+        raise OSError("no glibc")
+    return library(name, *given, **more)
+
+platform.uname()
+diffusers.DiffusionPipeline.from_pretrained(sys.argv.pop(1))  # which imports what it needs
+for name in ("uname", "fork", "pread", "pwrite", "getuid", "symlink"):
+    delattr(os, name)
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+ctypes.CDLL = load
+sys.addaudithook(hide)
+from elfatt_sd.cli import app
+app(sys.argv[1:])
+"""
+
+
+def test_a_small_evaluation_without_unix(workplace: Path, tmp_path: Path) -> None:
+    """Of what Windows lacks, other packages know; this one must not need any."""
+    place = tmp_path / "mit Leerzeichen é"
+    place.mkdir()
+    cells = runs.UNTOUCHED + '[[cells]]\nmethod = "elfatt"\nratio = 0.5\nblock_size = 16\nagents = 8\n'
+    protocol = runs.write_protocol(place, workplace / "sd15", cells)
+    words = ["eval", "run", str(protocol), "--out", str(place / "run"), "--quiet", "--limit", "2"]
+    for override in runs.full_overrides(workplace):
+        words += ["--set", override]
+    environment = {**ONE_THREAD, "ELFATT_SD_CACHE": str(place / "cache"), "PYTHONUTF8": "1"}
+    command = [sys.executable, "-c", WITHOUT_UNIX, str(workplace / "sd15"), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=500)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    rows = json.loads((place / "run" / "results.json").read_text(encoding="utf-8"))["rows"]
+    assert len(rows) == 3 and all(row["distances"] and row["time"] for row in rows)
+    assert all(row["memory"]["failed"].startswith("not measured: ") for row in rows), "no system tells"
+    for path in (place / "run").rglob("*"):
+        assert not set(path.name) & set('<>:"|?*\\'), path

@@ -193,7 +193,6 @@ UNREADABLE = r"cannot be read: (it is not a plain file|Too many levels)"
         (MANIFEST, {"sha256": "x"}, "line 2 .*sha256.*; delete the file to make row 'null' again"),
         (MANIFEST, {"prompt": "\ud800"}, "line 2 is damaged"),
         (MANIFEST, os.mkfifo, "does not exist"),
-        ("run.json", os.mkdir, UNREADABLE),
         ("run.json", os.mkfifo, UNREADABLE),
         ("results.json", lambda path: path.symlink_to(path), UNREADABLE),
     ],
@@ -281,8 +280,8 @@ def described(**changes: Any) -> dict[str, Any]:
     [
         ({}, {"packages": {"torch": "3"}}, EVERY),
         ({}, {"packages": {"tomesd": "2"}}, {"peer"}),
-        ({}, {"packages": {"flash-attn": "3"}}, set()),
-        ({}, {"packages": {"xformers": "1"}}, {"xformers"}),
+        ({}, {"packages": {"flash-attn": "3"}}, {"xformers", "native"}),
+        ({}, {"packages": {"xformers": "1"}}, {"xformers", "native"}),
         ({}, {"packages": {"numpy": "3"}}, set()),
         ({}, {"method_sha256": "11"}, PATCHED),
         ({}, {"model_sha256": "11"}, EVERY),

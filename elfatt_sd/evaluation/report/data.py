@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,17 +46,8 @@ class Row(records.ResultRow, eq=False, dict=True):
         self.speed: records.Estimate | None = None  # of the part that is in the main table
         self.verdicts: dict[str, str | None] = {}  # by the names of figures; see `Results.judges`
         self.verdict: str | None = None  # the first of them
-
-    def give_names(self, varied: Sequence[str], number: int | None) -> None:
-        self.number = number  # its place in a run of so many rows that they are known by their numbers, else None
-        self.title = self.label if number is None else f"{number} · {self.label}"
-        texts = [(name, setting_text(self.settings[name])) for name in varied if name in self.settings]
-        # the settings that vary: `0.5, block size 128`
-        self.suffix = ", ".join(
-            text if name == "ratio" else f"{setting_title(name).lower()} {text}" for name, text in texts
-        )
-        # what tells the row from all others in a plot or a sentence; see `Results`
-        self.name = f"{self.title} {self.suffix}".strip() + " (null row)" * (self.role == NULL)
+        self.title = self.suffix = self.name = ""  # see `Results`
+        self.number: int | None = None  # by which the rows of a large run are known
 
     def figure(self, name: str | None) -> records.Figure:
         """Return a distance, an accuracy or a metric, empty where the row has none."""
@@ -93,17 +84,12 @@ class Results(Struct, eq=False, dict=True):
     def __post_init__(self) -> None:
         self.data: Mapping[str, Any] = {}
         self.folder = Path()
-        self.varied = _varied_settings(self.rows)
         self.baseline = next((row for row in self.rows if row.role == BASELINE), None)
         self.null = next((row for row in self.rows if row.role == NULL), None)  # untouched, with other seeds
         self.methods = [row for row in self.rows if row.role not in (BASELINE, NULL)]
         self.legend = len({row.label for row in self.methods}) <= CROWD  # whether that of a plot can name all methods
         self.crowded = not self.legend or len(self.rows) > _TEXTS  # whether rows are known by their numbers
-        for place, row in enumerate(self.rows, 1):
-            row.give_names(self.varied, place if self.crowded else None)
-        counts = Counter(row.name for row in self.rows)
-        for row in self.rows:
-            row.name += f" ({row.cell})" * (counts[row.name] > 1)
+        self._give_names()
         self.distances, attributes, self.metrics = (
             list(dict.fromkeys(name for row in self.rows for name in getattr(row, kind)))
             for kind in ("distances", "accuracy", "metrics")
@@ -126,6 +112,25 @@ class Results(Struct, eq=False, dict=True):
         self.time_part = next(timed, "end_to_end")  # of the main table
         for row in self.rows:
             row.speed = row.timed[self.time_part].speed
+
+    def _give_names(self) -> None:
+        """Tell rows apart by their label, the ratio and the settings in which rows of one method differ."""
+        methods = {(row.label, row.method) for row in self.rows}
+        values: dict[str, set[tuple[str, ...]]] = {name: set() for row in self.rows for name in row.settings}
+        for name, found in values.items():
+            found |= {(row.label, row.method, setting_text(row.settings.get(name))) for row in self.rows}
+        varied = [name for name, found in values.items() if name == "ratio" or len(found) > len(methods)]
+        self.varied = sorted(varied, key=lambda name: name != "ratio")
+        for place, row in enumerate(self.rows, 1):
+            row.number = place if self.crowded else None
+            row.title = f"{place} · {row.label}" if self.crowded else row.label
+            texts = {name: setting_text(row.settings[name]) for name in self.varied if name in row.settings}
+            titles = {name: "" if name == "ratio" else f"{setting_title(name).lower()} " for name in texts}
+            row.suffix = ", ".join(f"{titles[name]}{text}" for name, text in texts.items())  # `0.5, block size 128`
+            row.name = f"{row.title} {row.suffix}".strip() + " (null row)" * (row.role == NULL)
+        counts = Counter(row.name for row in self.rows)
+        for row in self.rows:
+            row.name += f" ({row.cell})" * (counts[row.name] > 1)
 
     @property
     def hardware(self) -> str:
@@ -175,12 +180,3 @@ def shortened(text: str, width: int) -> str:
         return text
     end = text[-(width * 3 // 5) :].split(" ", 1)[-1]
     return f"{text[: width - len(end)].rpartition(' ')[0].rstrip(',') or text[: width - len(end) - 1]}…{end}"
-
-
-def _varied_settings(rows: Sequence[Row]) -> list[str]:
-    """Name the ratio and the settings in which rows of one method differ, the ratio first."""
-    names = dict.fromkeys(name for row in rows for name in row.settings)
-    methods = {(row.label, row.method) for row in rows}
-    values = {name: {(row.label, row.method, setting_text(row.settings.get(name))) for row in rows} for name in names}
-    varied = [name for name in names if name == "ratio" or len(values[name]) > len(methods)]
-    return sorted(varied, key=lambda name: name != "ratio")

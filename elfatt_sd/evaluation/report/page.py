@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.report.charts import METHODS, METHODS_DARK, Chart, Palette
@@ -24,22 +24,9 @@ if TYPE_CHECKING:
     import jinja2
 
 
-class Detail(NamedTuple):
-    edge: int  # longest side in pixels; smaller images keep their size
-    quality: int  # of the WebP file, from 0 to 100
-    columns: int  # number of latents in the grid
-    pairs: int  # number of most changed images per row
-
-
-# The first one with which the page is small enough.
-DETAILS = (
-    Detail(448, 84, 6, 3),
-    Detail(320, 78, 6, 3),
-    Detail(256, 72, 5, 2),
-    Detail(128, 65, 4, 1),
-    Detail(64, 50, 2, 0),
-    Detail(64, 50, 0, 0),
-)
+# Longest side of an image in pixels: the first with which the page is small enough; 0 leaves images out.
+EDGES = (448, 256, 128, 64, 0)
+_COLUMNS, _PAIRS = 6, 3  # latents in the grid, and most changed images of a row
 _FRAMES = 24  # of a clip that are shown
 
 
@@ -59,63 +46,55 @@ class Pictures:
 
     def __init__(self, results: Results) -> None:
         self.results = results
-        # of the rows that start from the same latents: all but the null row; by their indices
-        self.made: dict[Row, dict[int, MadeImage]] = {}
+        # of the rows that start from the same latents: all but the null row
+        self.made: dict[Row, list[MadeImage]] = {}
         self.folders = {row: RowFolder(results.folder / "cells" / row.cell) for row in results.rows}
         for row, folder in self.folders.items():
-            if row.role != NULL and is_plain_name(row.cell):  # a folder of this run alone
-                made = {each.index: each for each in folder.known_images()}
-                self.made |= {row: made} if made else {}
+            if row.role != NULL and is_plain_name(row.cell) and folder.finished:  # a folder of this run alone
+                self.made[row] = folder.made_images()
 
-    def grid(self, detail: Detail) -> list[list[Picture]]:
-        """Return the images of latents that all rows have, chosen evenly; unfinished rows are left aside."""
-        held = [set(made) for row, made in self.made.items() if not row.failed] or [*map(set, self.made.values())]
-        shared = sorted(set.intersection(*held)) if held else []
-        count = min(detail.columns, len(shared))
-        latents = [shared[(2 * place + 1) * len(shared) // (2 * count)] for place in range(count)]
-        return [[self.picture(row, index, detail) for index in latents] for row in self.made if latents]
+    def grid(self, edge: int) -> list[list[Picture]]:
+        """Return the images of some latents, chosen evenly; unfinished rows are left aside."""
+        images = min(map(len, self.made.values()), default=0)
+        count = min(_COLUMNS, images)
+        latents = [(2 * place + 1) * images // (2 * count) for place in range(count)]
+        return [[self.picture(row, index, edge) for index in latents] for row in self.made]
 
-    def most_changed(self, detail: Detail) -> list[tuple[Row, list[tuple[Picture, Picture]]]]:
+    def most_changed(self, edge: int) -> list[tuple[Row, list[tuple[Picture, Picture]]]]:
         """Return for each method the pairs (untouched, method) that differ most."""
         base, found = self.results.baseline, []
         if base is None or base not in self.made:
             return []
         for row, made in self.made.items():
-            shared = [index for index in row.most_changed if index in made][: detail.pairs]
+            shared = [index for index in row.most_changed if index < len(made)][:_PAIRS]
             if row is not base and shared:
-                pairs = [(self.picture(base, index, detail), self.picture(row, index, detail)) for index in shared]
+                pairs = [(self.picture(base, index, edge), self.picture(row, index, edge)) for index in shared]
                 found.append((row, pairs))
         return found
 
-    def picture(self, row: Row, index: int, detail: Detail) -> Picture:
-        made = self.made[row].get(index)
-        prompt = next(each[index].prompt for each in self.made.values() if index in each)
-        if made is None:
-            return Picture(row, index, prompt, "", "no image")
+    def picture(self, row: Row, index: int, edge: int) -> Picture:
+        made = self.made[row][index]
         clip = self.results.protocol.get("frames") or 1, self.results.protocol.get("frame_rate") or 16.0
-        uri, gap = _data_uri(self.folders[row].image_file(index), made.sha256, detail, *clip)
-        return Picture(row, index, prompt, uri, gap)
+        uri, gap = _data_uri(self.folders[row].image_file(index), made.sha256, edge, *clip)
+        return Picture(row, index, made.prompt, uri, gap)
 
 
-def _data_uri(path: Path, sha256: str, detail: Detail, frames: int, rate: float) -> tuple[str, str]:
+def _data_uri(path: Path, sha256: str, edge: int, frames: int, rate: float) -> tuple[str, str]:
     from PIL import Image
 
     try:
         content = read_plain(path)
-        if hashlib.sha256(content).hexdigest() != sha256:
-            return "", "altered after generation"
-        with Image.open(io.BytesIO(content)) as source:
-            picture = source.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except OSError:
         return "", "no image"
-    if picture.height % frames:
-        return "", f"no {frames} frames"
+    if hashlib.sha256(content).hexdigest() != sha256:
+        return "", "altered after generation"
+    picture = Image.open(io.BytesIO(content)).convert("RGB")
     height, every = picture.height // frames, -(-frames // _FRAMES)
     tops = range(0, picture.height, every * height)
     first, *rest = (picture.crop((0, top, picture.width, top + height)) for top in tops)
     for frame in (first, *rest):
-        frame.thumbnail((detail.edge, detail.edge), Image.Resampling.LANCZOS)
-    options: dict[str, Any] = {"quality": detail.quality, "method": 4, "use_sharp_yuv": True}
+        frame.thumbnail((edge, edge), Image.Resampling.LANCZOS)
+    options: dict[str, Any] = {"quality": 84, "method": 4, "use_sharp_yuv": True}
     if frames > 1:
         options |= {"save_all": True, "append_images": rest, "duration": round(1000 * every / rate), "loop": 0}
     stream = io.BytesIO()
@@ -164,9 +143,9 @@ def render_page(results: Results, plots: Sequence[Chart], missing: Sequence[str]
         },
     }
     template, pictures, page = page_template(_HERE / "template.html.j2"), Pictures(results), ""
-    for detail in DETAILS:
-        grid, changed = pictures.grid(detail), pictures.most_changed(detail)
-        page = shown(template.render(**shared, detail=detail, grid=grid, changed=changed))
+    for edge in EDGES:
+        grid, changed = (pictures.grid(edge), pictures.most_changed(edge)) if edge else ([], [])
+        page = shown(template.render(**shared, edge=edge, grid=grid, changed=changed))
         if len(page.encode("utf-8")) <= MAX_BYTES:
             break
     return page
