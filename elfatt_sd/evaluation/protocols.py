@@ -42,6 +42,7 @@ _UNGIVEN: list[tuple[str, Any]] = [
     ("frames", 1),
     ("negative_prompt", ""),
 ]  # keys that are younger than results that are published
+_LISTS = ("phases", "per_layer", "reuse")  # of a configuration that a cell spells out
 NAME = "letters, digits and . _ - + =, and no name that a system keeps for itself"
 TOLERANCE = 1e-3  # of figures that are computed again: another machine sums in another order
 QUICK_STEPS = 2  # of each call that measures memory, in a quick look
@@ -62,6 +63,7 @@ class Cell:
     phases: tuple[Mapping[str, Any], ...] = ()  # phases of a custom method, as `Phase` takes them
     # layers with phases of their own, as `PatchConfig.from_dict` takes them
     per_layer: tuple[Mapping[str, Any], ...] = ()
+    reuse: tuple[Mapping[str, Any], ...] = ()  # what steps take over from earlier ones, likewise
     # the values, by a name for tables, that this row took where a phase lists several; they stand in `phases`
     swept: Mapping[str, Any] = field(default_factory=dict)
     # another package's accelerator, as `elfatt_sd.peers` names it. One that a patch can join is on together with the
@@ -84,7 +86,7 @@ class Cell:
         if self.peer and self.peer != _IN_PLACE and not PEERS[self.peer].joins and config.active:
             what = f"method={self.method!r} with peer {self.peer!r} of cell {self.name!r}"
             raise refused(what, "sd, as it takes the patch's place")
-        if (self.role != "method") != (not config.all_phases and not self.peer):
+        if (self.role != "method") != (not (config.all_phases or config.reuse) and not self.peer):
             raise refused(
                 f"role={self.role!r} of cell {self.name!r} with method {self.method!r}",
                 "baseline and null for the untouched pipeline (method 'sd'), method for all others",
@@ -104,10 +106,10 @@ class Cell:
         return {**self.settings, **self.peer_settings, **self.swept}
 
     def config(self) -> PatchConfig:
-        if not self.phases and not self.per_layer:
+        data: dict[str, Any] = {name: getattr(self, name) for name in _LISTS}
+        if not any(data.values()):
             return PatchConfig.preset(known_method(self.method), **self.settings)
-        data = {"method": self.method, "phases": self.phases, "per_layer": self.per_layer}
-        return PatchConfig.from_dict(data).with_settings(**self.settings)
+        return PatchConfig.from_dict({"method": self.method, **data}).with_settings(**self.settings)
 
 
 @dataclass(frozen=True)
@@ -247,9 +249,10 @@ class Protocol:
 
 def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in data.items() if key not in _REPORT_ONLY and (key, value) not in _UNGIVEN}
+    cells = [{key: value for key, value in cell.items() if (key, value) != ("reuse", [])} for cell in kept["cells"]]
     reference = kept.get("reference") or {}
     # `allow_count` lets a run go on; what it let pass stands in the metric's name
-    return {**kept, "reference": {key: value for key, value in reference.items() if key != "allow_count"}}
+    return {**kept, "cells": cells, "reference": {key: value for key, value in reference.items() if key != "allow_count"}}
 
 
 def differences(before: Any, now: Any) -> list[str]:
@@ -388,12 +391,12 @@ def _with_saved(cell: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if "config" not in cell:
         return dict(cell)
     given = {key: value for key, value in cell.items() if key != "config"}
-    if not isinstance(cell["config"], str) or given.keys() & {"phases", "per_layer"}:
+    if not isinstance(cell["config"], str) or given.keys() & {*_LISTS}:
         raise refused(f"config={cell['config']!r} of a cell", "the name of a saved configuration, without other phases")
     saved = PatchConfig.load(folder / cell["config"])
     data, usual = saved.to_dict(), PatchConfig().to_dict()
-    changed = {key: value for key, value in data.items() if key in RUN_SETTINGS and value != usual[key]}
-    phases = {key: data[key] for key in ("phases", "per_layer") if data.get(key)}
+    changed = {key: value for key, value in data.items() if key in RUN_SETTINGS - {*_LISTS} and value != usual[key]}
+    phases = {key: data[key] for key in _LISTS if data.get(key)}
     return {"method": saved.method, **phases, **changed, **given}
 
 
@@ -409,7 +412,7 @@ def _rows(own: Mapping[str, Any], settings: Mapping[str, Any], number: int) -> I
     names, choices = [*settings, *titles], [*settings.values(), *lists.values()]
     if [] in choices:
         raise refused(f"{names[choices.index([])]}=[] of cell {number}", "a value, or a list of at least one")
-    method = str(own.get("method", "custom" if own.keys() & {"phases", "per_layer"} else "sd"))
+    method = str(own.get("method", "custom" if own.keys() & {*_LISTS} else "sd"))
     base = str(own.get("peer")) if own.get("peer") else ("null" if own.get("role") == "null" else method)
     base = str(own.get("name", re.sub(r"[^\w.=+-]", "-", base)))
     for chosen in itertools.product(*(value if isinstance(value, list) else [value] for value in choices)):
