@@ -60,10 +60,6 @@ def place_of(folder: Path, name: str, ending: str = "") -> Path:
     return folder / f"{name}{ending}"
 
 
-def link(path: Path, start: Path) -> str:
-    return Path(os.path.relpath(path, start)).as_posix()
-
-
 def read_plain(path: Path) -> bytes:
     """Return the content of a file; a folder, a pipe or a device is none, and might never end."""
     if not stat.S_ISREG(path.stat().st_mode):

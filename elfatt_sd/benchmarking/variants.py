@@ -18,7 +18,7 @@ from torch import nn
 
 from elfatt_sd import errors as checks
 from elfatt_sd.config import METHODS, Method, PatchConfig, method_named, method_names, warn_without_effect
-from elfatt_sd.errors import ElfattError, need
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import (
     SelfAttention,
     family_of,
@@ -136,18 +136,16 @@ class Variant:
                 unet.register_forward_pre_hook(lambda module, _: repeat_step(module), prepend=True)
             if self.measures:
                 unet.register_forward_pre_hook(lambda module, _: forget_residuals(module))
-        elif self.kind == PEER:
-            need("peer 'tomesd'", "tomesd")
-            import tomesd
-
-            deepest, merge = max(layer.downsample for layer in self._layers(unet)), self.config.phases[0].merge
-            cell = {"sx": merge.stride, "sy": merge.stride, "use_rand": self.config.use_rand}
-            tomesd.apply_patch(unet, ratio=merge.ratio, max_downsample=deepest, **cell)
         elif is_peer(self.kind):
             peer, _, changes = self.kind.partition(":")
             pairs = (change.split("=", 1) for change in changes.split(",") if change)
+            settings = {name: json.loads(value) for name, value in pairs}
+            if peer == PEER:
+                deepest, merge = max(layer.downsample for layer in self._layers(unet)), self.config.phases[0].merge
+                settings = {"ratio": merge.ratio, "stride": merge.stride, "max_downsample": deepest}
+                settings["use_rand"] = self.config.use_rand
             on = ExitStack()
-            on.enter_context(running(target, peer, {name: json.loads(value) for name, value in pairs}))
+            on.enter_context(running(target, peer, settings))
             target._elfatt_sd_peer = on  # for as long as the pipeline lives
         elif self.kind == FLOOR:
             for layer in itertools.chain(*map(self._layers, step_denoisers(target).values())):

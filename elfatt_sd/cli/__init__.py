@@ -371,7 +371,7 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and what can be promised."""
-    from elfatt_sd.drawing.studio import check_run, read_prompts, warn_if_too_large
+    from elfatt_sd.drawing.studio import check_run, own_settings, read_prompts, rows_of, warn_if_too_large
     from elfatt_sd.measure import progress_of
     from elfatt_sd.tuning import tune as tune_pipeline
     from elfatt_sd.tuning.proof import Budget, check_wanted
@@ -391,7 +391,7 @@ def tune(
     from_where: PipelineOptions = source(model)
     pipe = from_where.load()
     pipe.set_progress_bar_config(disable=True)
-    rows = 1 if guidance is not None and guidance <= 1 else 2
+    rows = rows_of(pipe, own_settings(pipe, model)[1] if guidance is None else guidance)
     warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
     with progress_of("steps") as tell:
         found = tune_pipeline(pipe, **vars(budget), prompts=lines, progress=tell, **asked)
