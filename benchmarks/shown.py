@@ -362,7 +362,7 @@ def describe_file(path: Path, start: Path) -> str:
 def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
     lines = [f"### {name}", ""] if name else []
     lines += [markdown(results)]
-    lines += picture_line(results, (part_file(path, name) if name else path).with_suffix(".png"), start)
+    lines += picture_line(results, part_file(path, name).with_suffix(".png"), start)
     return "\n".join([*lines, origin(results), ""])
 
 

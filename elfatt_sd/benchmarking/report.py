@@ -429,10 +429,8 @@ def write_report(path: Path) -> list[Path]:
     if data is None:
         raise ElfattError(f"{path} does not exist; give a file of `elfatt-sd bench` or benchmarks/gpu_suite.py.")
     try:
-        if "groups" in data:
-            return [path, *save(data, path)]
-        places = {name: part_file(path, name) for name in data["parts"]}
-        return [path, *(file for name, place in places.items() for file in save(data["parts"][name], place, name))]
+        parts = {"": data} if "groups" in data else data["parts"]
+        return [path, *(file for name, part in parts.items() for file in save(part, part_file(path, name), name))]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise no_results(path, error) from error
 
@@ -446,4 +444,4 @@ def no_results(path: Path, error: Exception) -> ElfattError:
 
 
 def part_file(path: Path, name: str) -> Path:
-    return place_of(path.with_suffix(""), name.replace(" ", "-"), ".json")
+    return place_of(path.with_suffix(""), name.replace(" ", "-"), ".json") if name else path

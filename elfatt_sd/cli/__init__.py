@@ -306,7 +306,8 @@ def patch(
         pipe = sketch(model)
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:
-        chosen.save(save)
+        chosen.config.save(save)
+        chosen = PatchOptions(config_file=save, autotune=chosen.autotune)
     lines = ["import elfatt_sd", "", from_where.python(), f"elfatt_sd.apply_patch(pipe, {chosen.arguments})"]
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
