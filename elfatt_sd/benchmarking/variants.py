@@ -196,6 +196,18 @@ class Lineup:
         self.variants[name] = variant
         return name
 
+    def add_twins(self, ending: str) -> None:
+        """Add twins of variants, and of rows that have one."""
+        tuned, names = ending == AUTOTUNED, dict[str, str]()
+        for name, variant in [*self.variants.items()]:
+            if variant.kind == "patch" if tuned else not is_peer(variant.kind):
+                names[name] = name + ending
+                self.variants[name + ending] = dataclasses.replace(variant, autotune=tuned, compiled=not tuned)
+        for row, run in [*self.runs.items()]:
+            parts = tuple((names.get(name, name), count) for name, count in run.parts)
+            if parts != run.parts:
+                self.runs[row + ending] = RunParts(parts, run.floor and names.get(run.floor, run.floor))
+
     def described(self) -> dict[str, Any]:
         return {name: variant.to_dict() for name, variant in self.variants.items()}
 
@@ -291,29 +303,11 @@ def line_up(
     for name, variant in floors.items():
         lineup.add(name, variant)
     if ending:
-        lineup = _with_twins(lineup, ending)
+        lineup.add_twins(ending)
     for backend in competitors:
         name = EXACT_THROUGH + backend
         lineup.add(name, Variant("patch", PatchConfig(name, levels=ALL_LEVELS, attention_backend=backend)))
     return lineup
-
-
-def _with_twins(lineup: Lineup, ending: str) -> Lineup:
-    """Add twins of variants, and of rows that have one."""
-    tuned = ending == AUTOTUNED
-    variants = {
-        name: variant
-        for name, variant in lineup.variants.items()
-        if (variant.kind == "patch" if tuned else not is_peer(variant.kind))
-    }
-    change: dict[str, Any] = {"autotune" if tuned else "compiled": True}
-    twins = {name + ending: dataclasses.replace(variant, **change) for name, variant in variants.items()}
-    rows = {row: run for row, run in lineup.runs.items() if any(name in variants for name, _ in run.parts)}
-    runs = {}
-    for row, run in rows.items():
-        parts = tuple((name + ending * (name in variants), count) for name, count in run.parts)
-        runs[row + ending] = RunParts(parts, run.floor and run.floor + ending * (run.floor in rows))
-    return Lineup(lineup.variants | twins, lineup.runs | runs)
 
 
 def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
