@@ -356,7 +356,7 @@ def describe_file(path: Path, start: Path) -> str:
     try:
         return describe_suite(data, path, start) if "parts" in data else describe_part("", data, path, start)
     except (ValueError, KeyError, TypeError) as error:
-        raise no_results(path, error) from error
+        raise no_results(path) from error
 
 
 def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
