@@ -71,13 +71,14 @@ class ImageMetric:
     """A metric that gives a number for every image."""
 
     name: str  # in tables
-    measure: Callable[[Batch], Tensor]  # turns a `Batch` into n numbers
+    measure: Callable[[Batch], Tensor]  # turns a `Batch` into numbers of n images, `[n, *shape]`
     description: dict[str, Any] = field(default_factory=dict)  # everything that the numbers depend on, as plain data
     # which values are better; empty where neither is, as for what compares with the untouched image
     better: Better = ""
     compares: bool = False  # whether it takes the untouched pipeline's images
     # told of all prompts before the first images, so that it can say at once what it does not read
     reads: Callable[[Sequence[str]], None] = lambda prompts: None
+    shape: tuple[int, ...] = ()
 
     @property
     def identity(self) -> str:

@@ -33,7 +33,6 @@ WIDTH, CMMD_SCALE = 10.0, 1000  # of the Gaussian kernel, and of the distance wi
 NEIGHBOURS, PIECE = 5, 512  # as Naeem et al. have it; rows of a piece of the matrix of distances
 Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
 Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped
-COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
 ROWS = 4096  # rows of a feature file that are in memory at once
 LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's interval takes, is still a number
 
@@ -312,21 +311,6 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     return mean, covariance, count
 
 
-def check_covariance(path: Path, covariance: Tensor) -> Tensor:
-    """Return a covariance `[d, d]` of another tool, without what rounding left of asymmetry."""
-    largest, asymmetry = covariance.abs().max(), (covariance - covariance.T).abs().max()
-    symmetric = (covariance + covariance.T) / 2
-    values = torch.linalg.eigvalsh(symmetric)
-    wrong = ""
-    if asymmetry > COVARIANCE_ROUNDING * largest:
-        wrong = f"a sigma that is not symmetric (by {asymmetry:.3g})"
-    elif values[0] < -COVARIANCE_ROUNDING * values[-1].abs():
-        wrong = f"a sigma with the negative eigenvalue {values[0]:.3g}"
-    if wrong:
-        raise ElfattError(f"{path} has {wrong}; accepted is a covariance.")
-    return symmetric
-
-
 def load_plain(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
     if not os.path.isfile(path):  # a pipe would be waited for
         raise FileNotFoundError("it is not a plain file")
@@ -341,10 +325,6 @@ def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[An
         return None
     alike = isinstance(found, np.ndarray) and found.dtype == dtype and found.ndim and found.shape[1:] == shape
     return found if alike and found.flags.c_contiguous else None  # in another order, sums would round otherwise
-
-
-def is_finite(features: np.ndarray[Any, Any]) -> bool:
-    return all((np.abs(features[start : start + ROWS]) < LARGEST).all() for start in range(0, len(features), ROWS))
 
 
 def batches(features: Features) -> Iterator[Tensor]:
