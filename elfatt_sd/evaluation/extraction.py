@@ -50,7 +50,6 @@ BATCH = 32  # images that go through the network together
 LARGEST_BATCH = 100_000_000  # bytes of its images
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]  # `[h, w, 3]`
 Decoded = Pixels | str  # an image, or its name and what is wrong with it
-Rows = np.ndarray[Any, np.dtype[np.float32]]  # features `[k, d]`
 _LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)  # what is wrong with a file for good; the rest may pass
 _SCAN, _END = b"\xda", b"\xff\xd9"  # of JPEG: the mark that data follow, and that of the end
 SUFFIXES = re.compile(
@@ -319,11 +318,11 @@ def extract(
             with contextlib.suppress(ElfattError):
                 features, unreadable = read_chunk(paths[number])
                 whole = len(features) == (len(chunks[number]) - len(unreadable)) * pictures.frames
-                if whole and np.isfinite(features).all():
+                if whole and features.isfinite().all():
                     continue
             features, unreadable = _extract_range(pictures, extractor, chunks[number], progress, title)
             with atomic_file(paths[number]) as file:
-                np.savez(file, features=features, unreadable=np.array(json.dumps(unreadable)))
+                np.savez(file, features=features.numpy(), unreadable=np.array(json.dumps(unreadable)))
 
     with quiet_pillow():
         together(write_share)
@@ -332,7 +331,7 @@ def extract(
 
 def _extract_range(
     pictures: Source, extractor: Extractor, places: range, progress: Progress | None, title: str
-) -> tuple[Rows, list[str]]:
+) -> tuple[Tensor, list[str]]:
     """Features of the readable images, and the names of the others; images of different sizes go one by one."""
     features = [torch.zeros(0, extractor.dimension, dtype=torch.float32, device="cpu")]
     unreadable: list[str] = []
@@ -357,14 +356,14 @@ def _extract_range(
         features += [extractor(group).cpu() for group in groups]
         if progress is not None:
             progress(title, done, len(pictures.entries))
-    return torch.cat(features).numpy(), unreadable
+    return torch.cat(features), unreadable
 
 
-def read_chunk(path: Path) -> tuple[Rows, list[str]]:
+def read_chunk(path: Path) -> tuple[Tensor, list[str]]:
     """Return the features `[k, d]` of a chunk and the names of images that cannot be read."""
     try:
         with load_plain(path) as data:
-            return data["features"], json.loads(str(data["unreadable"]))
+            return torch.from_numpy(data["features"]), json.loads(str(data["unreadable"]))
     except Exception as error:  # NumPy raises many kinds for damaged files
         raise ElfattError(f"{path} is missing or damaged; give the same command again.") from error
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +24,8 @@ from elfatt_sd.devices import plain_defaults
 from elfatt_sd.drawing.studio import tell_cut
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation import features as vision
-from elfatt_sd.evaluation.extraction import Images
 from elfatt_sd.evaluation.features import Extractor, exact_float32
 from elfatt_sd.files import refused, sha256_of_code, sha256_of_data, sha256_of_file
-from elfatt_sd.measure import Progress
 
 Better = Literal["", "higher", "lower"]
 # What can be asked for by name, and what `weights` is for each; those with "" need none.
@@ -45,7 +42,7 @@ OF_FEATURES = ("prdc", "cmmd")
 _TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
 # Figures that a report has already: distances, and what compares with the untouched image.
 _TAKEN = re.compile(r"(FID|KID|FD|KD|PSNR|SSIM|cosine|accuracy)\b.*|cell|label|method|role|images|classes|failed", re.I)
-_AT_ONCE = 8  # images, and frames that go through a network together
+AT_ONCE = 8  # images, and frames that go through a network together
 # The name of each network, a weight that only it has, and how the hash of torchvision's file begins.
 _NETWORKS = {
     "alex": ("AlexNet", "features.10.weight", "7be5be79"),
@@ -78,22 +75,11 @@ class ImageMetric:
     compares: bool = False  # whether it takes the untouched pipeline's images
     # told of all prompts before the first images, so that it can say at once what it does not read
     reads: Callable[[Sequence[str]], None] = lambda prompts: None
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # of the numbers of an image
 
     @property
     def identity(self) -> str:
         return sha256_of_data([self.name, self.description, self.better, self.compares])
-
-    def values(self, images: Images, baseline: Images | None, progress: Progress | None) -> Iterator[Tensor]:
-        self.reads(images.texts)
-        sides = [images.stacks()] + ([baseline.stacks()] if baseline else [])
-        texts, done = iter(images.texts), 0
-        while prompts := list(itertools.islice(texts, _AT_ONCE)):
-            ours, *others = (torch.stack(list(itertools.islice(side, len(prompts)))) for side in sides)
-            yield self.measure(Batch(ours, prompts, *others)).cpu()
-            done += len(prompts)
-            if progress:
-                progress(f"{images.name}, {self.name}", done, len(images.texts))
 
 
 @dataclass(frozen=True)
@@ -216,7 +202,7 @@ def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
         options = {"padding": True, "truncation": True, "max_length": longest, "return_tensors": "pt"}
         tokens = tokenizer(list(batch.prompts), **options)
         given = {key: tokens[key].to(device) for key in ("input_ids", "attention_mask")}
-        parts = torch.split(batch.images.flatten(0, 1), _AT_ONCE)
+        parts = torch.split(batch.images.flatten(0, 1), AT_ONCE)
         with exact_float32(torch.device(device)):
             texts = functional.normalize(model.text_projection(model.text_model(**given).pooler_output), dim=1)
             pixels = (vision.to_input(part.to(device), "clip", recipe) for part in parts)
@@ -261,7 +247,7 @@ def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
     @torch.no_grad()
     def measure(batch: Batch) -> Tensor:
         assert batch.untouched is not None
-        both = (torch.split(side.flatten(0, 1), _AT_ONCE) for side in (batch.images, batch.untouched))
+        both = (torch.split(side.flatten(0, 1), AT_ONCE) for side in (batch.images, batch.untouched))
         with exact_float32(torch.device(device)):
             pairs = ([part.to(device).float() / 255 for part in pair] for pair in zip(*both, strict=True))
             parts = [compare(*pair).reshape(-1) for pair in pairs]

@@ -57,9 +57,8 @@ FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number sho
 class Reference:
     mean: Tensor  # of the features, `[d]`
     covariance: Tensor  # of the features, `[d, d]`
-    # float32 features `[m, d]` of evenly spaced images, memory-mapped, for the kernel distance; None where only moments
-    # are known
-    sample: np.ndarray[Any, Any] | None
+    # float32 features `[m, d]` of evenly spaced images, for the kernel distance; None where only moments are known
+    sample: Tensor | None
     identity: str  # hash of the files and of all preprocessing
     # what distances to it carry in their name, such as " (12 reference images)"; empty for `FULL_COUNT` and for renders
     metric_suffix: str
@@ -217,7 +216,7 @@ def _finish(folder: Path, chunks: Sequence[Path], extractor: Extractor, descript
     unreadable: list[str] = []
     for path in chunks:
         features, names = read_chunk(path)
-        statistics.update(torch.from_numpy(features))
+        statistics.update(features)
         unreadable += names
     count = statistics.count
     if count < 2:
@@ -228,7 +227,7 @@ def _finish(folder: Path, chunks: Sequence[Path], extractor: Extractor, descript
     chosen = {index * count // sample for index in range(sample)}
     rows = enumerate(itertools.chain.from_iterable(read_chunk(path)[0] for path in chunks))
     with atomic_file(folder / "sample.npy") as file:
-        np.save(file, np.stack([row.copy() for index, row in rows if index in chosen]))
+        np.save(file, torch.stack([row.clone() for index, row in rows if index in chosen]).numpy())
     statistics.save(folder / "statistics.npz")
     data = {"format": FORMAT, **description, "count": count, "unreadable": unreadable}
     write_json(folder / "reference.json", {**data, "preprocessing": extractor.preprocessing})

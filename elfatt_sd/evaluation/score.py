@@ -1,7 +1,7 @@
 """Score the images of a run: distances to the reference, changes against the untouched pipeline, accuracy on the toy.
 
-Everything is streamed: features lie in memory-mapped files, so memory does not grow with the number of images. What
-was computed once is kept under `RUN/scores`, named by the hash of what it was computed from.
+What was computed once is kept under `RUN/scores`, named by the hash of what it was computed from. Of features, those of
+one or two rows are in memory at a time.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from elfatt_sd.evaluation.extraction import (
 )
 from elfatt_sd.evaluation.features import Extractor, load_extractor, toy_attributes
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
-from elfatt_sd.evaluation.metrics import Batch, Better, ImageMetric, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.metrics import AT_ONCE, Batch, Better, ImageMetric, check_feature_metrics, load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import SCORES_FORMAT
 from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
 from elfatt_sd.evaluation.run import SCORES_FILE, RunFolder, clear_disk_errors
 from elfatt_sd.evaluation.statistics import (
+    ROWS,
     ClassEstimate,
     Interval,
-    batches,
     cmmd,
     even_classes,
     kernel_distance,
@@ -52,7 +52,6 @@ from elfatt_sd.evaluation.statistics import (
 from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_json
 from elfatt_sd.measure import Progress
 
-Array = np.ndarray[Any, Any]
 PAIRS_FORMAT = 4  # of what is kept of pairs
 MOST_CHANGED = 16
 DIGITS = 6  # of what is kept of each image
@@ -202,7 +201,7 @@ class Scorer:
         for scale in toy:  # fraction of images that show what their prompt says, per attribute and as the mean of all
             from elfatt_sd.toy.renderer import CLASSES, class_labels
 
-            seen = toy_attributes(scale.extractor, torch.from_numpy(scale.features(images)))
+            seen = toy_attributes(scale.extractor, scale.features(images))
             wanted = class_labels([CLASSES[number] for number in images.classes]).unbind(1)
             right = {name: (found == each).double() for (name, found), each in zip(seen.items(), wanted, strict=True)}
             for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
@@ -253,8 +252,10 @@ class Scorer:
             "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
         }
         for scale in self.scales[:1]:
-            pairs = zip(*(batches(scale.features(each)) for each in (images, baseline.images)), strict=True)
-            cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
+            pairs = zip(*(torch.split(scale.features(each), ROWS) for each in (images, baseline.images)), strict=True)
+            cosine = torch.cat(
+                [functional.cosine_similarity(mine.double(), other.double(), dim=1) for mine, other in pairs]
+            )
             each = cosine.view(len(images.paths), -1).mean(1)
             found["cosine"] = {**_summary(each, classes, -1.0, 1.0), "extractor": scale.extractor.name}
         return found
@@ -272,17 +273,24 @@ class Scorer:
         """Return float64 numbers of single images that a file of the cache keeps, or compute and keep them."""
         parts = [metric.identity, images.identity, list(images.texts), baseline.identity if baseline else ""]
         path = self.cache / f"{images.name}-metric-{sha256_of_data(parts)[:16]}.npy"
-        known = read_array(path, *metric.shape, dtype="float64")
+        kept = read_array(path, *metric.shape, dtype=torch.float64)
 
         def odd(values: Tensor) -> int | None:
             last = enumerate(values.reshape(len(values), -1)[:, -1].tolist())  # alone, as a PSNR may be infinite
             return next((index for index, value in last if not abs(value) < _LARGEST), None)
 
-        kept = None if known is None else torch.from_numpy(np.array(known))
         if kept is not None and len(kept) == len(images.paths) and odd(kept) is None:
             return kept
+        metric.reads(images.texts)
+        found, sides = list[Tensor](), [each.stacks() for each in (images, baseline) if each is not None]
         with quiet_pillow():
-            values = torch.cat(list(metric.values(images, baseline, self.progress))).double()
+            for start in range(0, len(images.texts), AT_ONCE):
+                prompts = images.texts[start : start + AT_ONCE]
+                ours, *others = (torch.stack([next(side) for _ in prompts]) for side in sides)
+                found.append(metric.measure(Batch(ours, prompts, *others)).cpu())
+                if self.progress:
+                    self.progress(f"{images.name}, {metric.name}", start + len(prompts), len(images.texts))
+        values = torch.cat(found).double()
         if (wrong := odd(values)) is not None:
             said = f"metric {metric.name!r} of image {wrong} of row {images.name!r} is {values[wrong]}"
             raise ElfattError(f"{said}; accepted are numbers between -{_LARGEST:g} and {_LARGEST:g}.")
@@ -308,9 +316,9 @@ class Scale:
         folder = self.cache / f"{images.name}-{self.extractor.name}-{key}"
         self.chunks[images.name] = extract(images.source(), self.extractor, folder, progress=progress, name=images.name)
 
-    def features(self, images: Images) -> Array:
+    def features(self, images: Images) -> Tensor:
         """Features `[n * frames, d]` of a row."""
-        return np.concatenate([read_chunk(path)[0] for path in self.chunks[images.name]])
+        return torch.cat([read_chunk(path)[0] for path in self.chunks[images.name]])
 
     def measure(self, images: Images, wanted: Collection[str]) -> dict[tuple[str, str], Known]:
         """Return the Frechet distance and, where the reference has features, kernel distance and wanted metrics."""

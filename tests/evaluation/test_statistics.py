@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import mpmath
-import numpy as np
 import pytest
 import torch
 from support.runs import moments, normal, spread
@@ -211,11 +210,10 @@ def test_distance_against_a_high_precision_reference(count: int, dimension: int)
     assert abs(published(features, own, variance)) < 1e-9 * variance.trace()
 
 
-def test_memory_mapped_features_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.save(tmp_path / "features.npy", normal(4096, 16, 28).float().numpy())
-    features, reference = np.load(tmp_path / "features.npy", mmap_mode="r"), normal(32, 16, 29)
+def test_features_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    features, reference = normal(4096, 16, 28).float(), normal(32, 16, 29)
     target, classes = Target(*moments(reference)), torch.arange(4096) // 2
-    whole = frechet_figures(torch.from_numpy(np.array(features)), target, classes)
+    whole = frechet_figures(features, target, classes)
     for module in (statistics, frechet):
         monkeypatch.setattr(module, "ROWS", 64)
     monkeypatch.setattr(frechet, "ELEMENTS", 2048)
