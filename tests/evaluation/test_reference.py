@@ -97,23 +97,16 @@ def test_columns_of_tables(tmp_path: Path) -> None:
             open_source(place)
 
 
-def test_what_is_no_image_or_hidden_is_passed_over_and_links_that_lead_back_count_once(tmp_path: Path) -> None:
+def test_what_is_no_image_or_hidden_is_passed_over(tmp_path: Path) -> None:
     red = encoded(Image.new("RGB", (8, 8), "red"), "PNG")
     seen = ("cat/scan.gif", "dog/map.pgm", "photo.avif")
     hidden = (".ipynb_checkpoints/0.png", "cat/.thumbnails/0.png", "@eaDir/a.png", "dog/.partial.png", "dog/.DS_Store")
     for name in (*seen, *hidden, "cat/scan.txt", "dog/weights.bin"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(red)
-    place = tmp_path / "links"
-    place.mkdir()
-    for _ in range(30):  # 2^30 paths
-        (place / "a").mkdir()
-        os.symlink("a", place / "b")
-        place = place / "a"
-    (place / "1.png").write_bytes(encoded(Image.new("RGB", (8, 8), "blue"), "PNG"))
     found = [Path(entry.name).name for entry in open_source(tmp_path).entries]
-    assert found == ["scan.gif", "map.pgm", "1.png", "photo.avif"]
-    with pytest.raises(ElfattError, match="has 4 images; accepted are 7"):
+    assert found == ["scan.gif", "map.pgm", "photo.avif"]
+    with pytest.raises(ElfattError, match="has 3 images; accepted are 7"):
         build(tmp_path, tmp_path / ".cache", count=7)
 
 
@@ -158,14 +151,10 @@ def test_what_may_pass_is_not_kept_and_the_work_goes_on(
     assert 0 < int(extractor.network.calls) < PHOTOS  # type: ignore[arg-type]
     assert (found.description["count"], found.description["unreadable"], found.identity) == (PHOTOS, [], whole.identity)
     assert torch.equal(found.covariance, whole.covariance)
-    # the sample is evenly spaced over all chunks
-    images = [np.array(decode(FILES[sorted(FILES)[place]])) for place in (0, 3, 6, 9)]
-    rows = [regions()(torch.from_numpy(image).permute(2, 0, 1)[None])[0] for image in images]
-    for each in (found, whole):
-        assert each.sample is not None
-        np.testing.assert_allclose(each.sample, torch.stack(rows).numpy(), rtol=1e-6)
     chunks = extract(open_source(source), regions(), tmp_path / "rows")
     features, other = [read_chunk(path)[0] for path in chunks], io.BytesIO()
+    for each in (found, whole):  # the sample is evenly spaced over all chunks
+        assert each.sample is not None and torch.equal(each.sample, torch.cat(features)[::3])
     np.savez(other, features=features[2][1:], unreadable=np.array("[]"))
     for path, content in zip(chunks, (b"", b"PK\x03\x04 no zip", other.getvalue()), strict=True):
         path.write_bytes(content)
@@ -318,16 +307,16 @@ def test_processes_of_a_launch_agree_and_share_the_work(source: Path, tmp_path: 
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["reference.json", "statistics.npz", "sample.npy"])
-def test_a_damaged_cache_is_computed_again(source: Path, tmp_path: Path, name: str) -> None:
+def test_a_damaged_cache_is_computed_again(source: Path, tmp_path: Path) -> None:
     before = build(source, tmp_path / "cache")
-    (file,) = (tmp_path / "cache").glob(f"*/{name}")
-    whole = file.read_bytes()
     np.save(tmp_path / "other.npy", np.zeros((3, 3), dtype=np.float32))
-    for content in (b"", whole[: len(whole) // 2], b"{}", (tmp_path / "other.npy").read_bytes()):
-        file.write_bytes(content)
-        assert torch.equal(before.covariance, build(source, tmp_path / "cache").covariance)
-        assert file.read_bytes() == whole
+    for name in ("reference.json", "statistics.npz", "sample.npy"):
+        (file,) = (tmp_path / "cache").glob(f"*/{name}")
+        whole = file.read_bytes()
+        for content in (b"", whole[: len(whole) // 2], b"{}", (tmp_path / "other.npy").read_bytes()):
+            file.write_bytes(content)
+            assert torch.equal(before.covariance, build(source, tmp_path / "cache").covariance)
+            assert file.read_bytes() == whole
 
 
 def test_statistics_of_another_tool(tmp_path: Path) -> None:
