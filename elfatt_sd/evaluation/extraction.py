@@ -373,19 +373,14 @@ def every_minute(tell: Callable[[str], None]) -> Progress:
 
 
 def process_state(device: str = "auto") -> Any:
+    """Return the state of this process; scores need not the device of the run, which this machine may not have."""
     from accelerate import PartialState  # which scripts that read results do without
 
+    kind = pick_device("auto").type
+    with contextlib.suppress(ElfattError):
+        kind = pick_device(device).type
     # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
-    return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
-
-
-def scoring_device(device: str) -> str:
-    """Return the device that a run was made on, or `auto` where this machine has none: scores need not that one."""
-    try:
-        pick_device(device)
-    except ElfattError:
-        return "auto"
-    return device
+    return PartialState(cpu=kind == "cpu", timeout=datetime.timedelta(days=1))
 
 
 def is_first() -> bool:
@@ -426,9 +421,9 @@ def together(action: Callable[[], Value]) -> Value:
 def by_first(action: Callable[[], Value]) -> Value:
     """Do something in the first process alone and return in all what it returns there; see `together`."""
     first = is_first()
-    value: Any = gathered(together(lambda: action() if first else None))[0]
-    found: Value = value
-    return found
+    found: list[Any] = gathered(together(lambda: action() if first else None))
+    value: Value = found[0]
+    return value
 
 
 def check_shared(folder: Path, what: str, remedy: str) -> None:

@@ -10,6 +10,7 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from elfatt_sd.devices import plain_defaults
 from elfatt_sd.drawing.studio import tell_cut
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation import features as vision
-from elfatt_sd.evaluation.features import Extractor, exact_float32
+from elfatt_sd.evaluation.features import exact_float32
 from elfatt_sd.files import refused, sha256_of_code, sha256_of_data, sha256_of_file
 
 Better = Literal["", "higher", "lower"]
@@ -103,14 +104,6 @@ class MetricChoice:
                 raise refused(f"{key}={value!r} of metric {self.metric!r}", "a value for package.module:function only")
 
 
-def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[Extractor]) -> None:
-    for choice in choices:
-        if choice.metric == "prdc" and not extractors:
-            raise ElfattError("metric 'prdc' needs features; give an extractor and a reference.")
-        if choice.metric == "cmmd" and not any(extractor.name == "clip" for extractor in extractors):
-            raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")
-
-
 @plain_defaults()
 def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetric]:
     metrics = []
@@ -141,7 +134,7 @@ def load_own(choice: MetricChoice) -> ImageMetric:
         signature = inspect.signature(function)
         compares = "untouched" in signature.parameters
         signature.bind(None, None, **({"untouched": None} if compares else {}))
-        source = inspect.getmodule(function)
+        code = sha256_of_code([inspect.getsource(inspect.getmodule(function) or sys.modules[module])])
     except (Exception, SystemExit) as error:
         kinds = "function(images, prompts) or function(images, prompts, untouched)"
         said = f"metric={choice.metric!r} cannot be imported as {kinds}"
@@ -149,10 +142,6 @@ def load_own(choice: MetricChoice) -> ImageMetric:
     name = choice.name or str(getattr(function, "__name__", choice.metric))
     if _TAKEN.fullmatch(name):
         raise ElfattError(f"name={name!r} of metric {choice.metric!r} is that of another figure; give another name.")
-    try:
-        code = sha256_of_code([inspect.getsource(source)]) if source else ""
-    except (OSError, TypeError, SyntaxError):  # of a function that is not written in Python
-        code = ""
 
     def measure(batch: Batch) -> Tensor:
         given = {"images": batch.images}

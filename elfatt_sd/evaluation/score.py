@@ -6,6 +6,7 @@ one or two rows are in memory at a time.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,11 +27,10 @@ from elfatt_sd.evaluation.extraction import (
     process_state,
     quiet_pillow,
     read_chunk,
-    scoring_device,
 )
 from elfatt_sd.evaluation.features import Extractor, load_extractor, toy_attributes
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
-from elfatt_sd.evaluation.metrics import AT_ONCE, Batch, Better, ImageMetric, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.metrics import AT_ONCE, Batch, Better, ImageMetric, load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import SCORES_FORMAT
@@ -50,6 +50,7 @@ from elfatt_sd.evaluation.statistics import (
     verdict,
 )
 from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_json
+from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import Progress
 
 PAIRS_FORMAT = 4  # of what is kept of pairs
@@ -116,10 +117,11 @@ def load_extractors(protocol: Protocol) -> list[Extractor]:
 
 
 def network_device(protocol: Protocol) -> str:
-    wanted = scoring_device(protocol.device)
-    if wanted != "auto":
-        return wanted
-    state = process_state(wanted)
+    if protocol.device != "auto":
+        with contextlib.suppress(ElfattError):  # scores need not the run's own, which this machine may not have
+            pick_device(protocol.device)
+            return protocol.device
+    state = process_state()
     several = state.num_processes > 1
     return str(state.device) if several else "cuda" if "cuda" in accelerators() else "cpu"
 
@@ -136,7 +138,11 @@ def build_references(
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
     """Return what scores depend on besides the images: hashes of extractors with their references, and of metrics."""
-    check_feature_metrics(protocol.metrics, extractors)
+    kinds = [choice.metric for choice in protocol.metrics]
+    if "prdc" in kinds and not extractors:
+        raise ElfattError("metric 'prdc' needs features; give an extractor and a reference.")
+    if "cmmd" in kinds and not any(extractor.name == "clip" for extractor in extractors):
+        raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")
     metrics = load_metrics(protocol.metrics, network_device(protocol))
     wanted, classes = protocol.reference, _classes(protocol)
     found = {each.distance_name: check_reference(wanted, each, classes)[1] for each in extractors}
@@ -368,11 +374,11 @@ def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[s
     if not len(values):
         return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
     mean = ClassEstimate.mean(values, classes)
-    ends = mean.interval(least=low)
+    ends = mean.interval()
     quartiles = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
     return {
         "mean": mean.value,
-        "interval": None if ends is None else [ends[0], min(ends[1], high)],
+        "interval": None if ends is None else [max(ends[0], low), min(max(ends[1], low), high)],
         "median": quartiles[1],
         "quartiles": [quartiles[0], quartiles[2]],
         "lowest": values.min().item(),

@@ -78,7 +78,7 @@ class ClassEstimate:
             return None
         return math.sqrt(self.moves.square().sum(1).max().item() * self.classes / (self.classes - 1))
 
-    def interval(self, *, least: float = -math.inf, heavy: bool = False) -> Interval | None:
+    def interval(self, *, heavy: bool = False) -> Interval | None:
         """Interval of 95 % with Student's t for the figure's expectation; None with fewer than 2 classes."""
         error = self.standard_error()
         if error is None:
@@ -89,7 +89,7 @@ class ClassEstimate:
             squares = squares[squares.sum(1).argmax()]
             freedom = min(freedom, max(int(squares.sum() ** 2 / squares.square().sum()), 1))
         half = student_quantile(0.975, freedom) * error
-        return max(self.value - half, least), max(self.value + half, least)
+        return self.value - half, self.value + half
 
 
 def left_out(without: Tensor) -> Tensor:

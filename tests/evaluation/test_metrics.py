@@ -15,6 +15,7 @@ import pytest
 import torch
 from own_metrics import write_classifier, write_clip
 from PIL import Image
+from support import runs
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
@@ -22,9 +23,9 @@ from elfatt_sd.evaluation import features
 from elfatt_sd.evaluation import metrics as module
 from elfatt_sd.evaluation.extraction import Images
 from elfatt_sd.evaluation.features import Extractor, load_extractor, toy_attributes
-from elfatt_sd.evaluation.metrics import Batch, ImageMetric, MetricChoice, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.metrics import Batch, ImageMetric, MetricChoice, load_metrics
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.score import Scorer
+from elfatt_sd.evaluation.score import Scorer, score_inputs
 from elfatt_sd.files import sha256_of_file
 from elfatt_sd.toy.features import load_feature_extractor
 
@@ -172,8 +173,9 @@ def test_what_is_refused(
         with pytest.raises(ElfattError, match=reason) as raised:
             load(**choice).measure(Batch(images(0), PROMPTS))
         assert "\n" not in str(raised.value)
-    with pytest.raises(ElfattError, match="needs CLIP's features"):
-        check_feature_metrics([MetricChoice("cmmd")], [])
+    for kind, reason in (("cmmd", "needs CLIP's features"), ("prdc", "needs features; give an extractor")):
+        with pytest.raises(ElfattError, match=reason):
+            score_inputs(runs.protocol(metrics=(MetricChoice(kind),)), [])
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torchvision" else object())
     with pytest.raises(ElfattError, match=r"pip install .*inception"):
         load(metric="lpips", weights=str(classifiers["alexnet"]))
