@@ -22,18 +22,18 @@ from elfatt_sd.measure import PeakMeter, Stopwatch
 ROWS = 4096  # drawn at once
 
 
-def draw(path: Path, count: int, dimension: int, seed: int) -> np.ndarray:
-    """Write features as scoring leaves them, and map them into memory."""
+def draw(path: Path, count: int, dimension: int, seed: int) -> torch.Tensor:
+    """Write features, and map them into memory."""
     generator = np.random.default_rng(seed)
     features = np.lib.format.open_memmap(path, "w+", "float32", (count, dimension))
     for start in range(0, count, ROWS):
         rows = features[start : start + ROWS]
         rows[:] = generator.standard_normal(rows.shape, dtype=np.float32) * np.linspace(1, 0.1, dimension)
     features.flush()
-    return np.load(path, mmap_mode="r")
+    return torch.from_numpy(features)
 
 
-def score(folder: Path, count: int, reference: Target, sample: np.ndarray) -> None:
+def score(folder: Path, count: int, reference: Target, sample: torch.Tensor) -> None:
     """Score one row against a baseline and print the seconds of each part and the growth of memory."""
     dimension = len(reference.mean)
     row, baseline = (draw(folder / f"{name}.npy", count, dimension, seed) for seed, name in enumerate(("row", "base")))

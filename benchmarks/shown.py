@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import statistics
 import sys
@@ -30,7 +31,7 @@ from elfatt_sd.benchmarking.report import (
 )
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.charts import drawing
-from elfatt_sd.files import link, write_file
+from elfatt_sd.files import write_file
 
 MOST_COLUMNS = 10  # of a table of errors: where there are more steps and layers, they are lines
 MOST_MAPS = 9  # of layers and steps in one plot
@@ -355,13 +356,13 @@ def describe_file(path: Path, start: Path) -> str:
     try:
         return describe_suite(data, path, start) if "parts" in data else describe_part("", data, path, start)
     except (ValueError, KeyError, TypeError) as error:
-        raise no_results(path, error) from error
+        raise no_results(path) from error
 
 
 def describe_part(name: str, results: Results, path: Path, start: Path) -> str:
     lines = [f"### {name}", ""] if name else []
     lines += [markdown(results)]
-    lines += picture_line(results, (part_file(path, name) if name else path).with_suffix(".png"), start)
+    lines += picture_line(results, part_file(path, name).with_suffix(".png"), start)
     return "\n".join([*lines, origin(results), ""])
 
 
@@ -392,6 +393,10 @@ def describe_suite(suite: Results, path: Path, start: Path) -> str:
 def short_commit(commit: str | None) -> str:
     digest, plus, changes = (commit or "").partition("+")
     return digest[:12] + plus + changes
+
+
+def link(path: Path, start: Path) -> str:
+    return Path(os.path.relpath(path, start)).as_posix()
 
 
 def picture_line(results: Results, path: Path, start: Path) -> list[str]:

@@ -86,11 +86,6 @@ def need(what: str, *names: str) -> None:
         raise ElfattError(f"{what} needs {', '.join(missing)} (not installed): {install_line(*missing)}")
 
 
-def remedy(error: ImportError) -> str:
-    module = (error.name or "").partition(".")[0]
-    return next((install_line(name) for name, package in PACKAGES.items() if package.module == module), "")
-
-
 _NO_MEMORY = (
     "can't allocate memory",
     "not enough memory",

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import os
-import platform
 import re
 import stat
 import tempfile
@@ -27,7 +26,7 @@ from filelock import FileLock, Timeout
 from elfatt_sd.errors import ElfattError, ElfattFailure
 
 Shape = TypeVar("Shape")
-LOCK_FILE, HOLDER_FILE = ".lock", ".locked-by"  # no process can read the first one on Windows while it is held
+LOCK_FILE = ".lock"
 _NAME = re.compile(r"[\w=+-][\w.=+-]*(?<!\.)")
 _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  # on Windows, whatever the suffix
 _LONGEST_NAME = 160  # bytes; file systems take 255, and names get endings
@@ -58,10 +57,6 @@ def place_of(folder: Path, name: str, ending: str = "") -> Path:
     if not is_plain_name(name):
         raise ElfattError(f"name {name!r} is not accepted for a place in {folder}; accepted: a plain file name.")
     return folder / f"{name}{ending}"
-
-
-def link(path: Path, start: Path) -> str:
-    return Path(os.path.relpath(path, start)).as_posix()
 
 
 def read_plain(path: Path) -> bytes:
@@ -160,27 +155,18 @@ def cache_folder() -> Path:
 @contextlib.contextmanager
 def folder_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the lock of a folder, which is made."""
-    lock, holder = FileLock(folder / LOCK_FILE), folder / HOLDER_FILE
+    lock = FileLock(folder / LOCK_FILE)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=wait)
-        holder.unlink(missing_ok=True)  # a link would lead elsewhere
-        holder.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
     except Timeout as error:
-        named = ""
-        with contextlib.suppress(OSError):
-            named = read_plain(holder).decode(errors="replace").strip()
-        raise ElfattError(
-            f"{folder} is in use by {named or 'another process'}; wait for it, or give another folder."
-        ) from error
+        raise ElfattError(f"{folder} is in use by another process; wait for it, or give another folder.") from error
     except OSError as error:
-        lock.release()
         kind = ElfattFailure if is_full(error) else ElfattError
         raise kind(f"{folder} cannot be written: {error.strerror}.") from error
     try:
         yield
     finally:
-        holder.unlink(missing_ok=True)
         lock.release()
 
 

@@ -139,6 +139,11 @@ def call_loader(model: str | Path, load: Callable[..., Any], *args: Any, source:
         if (names & _NOT_REACHED or max(statuses) >= 500) and not names & _REACHED:
             failed, source = ElfattFailure, source.replace("the hub", "the hub, which cannot be reached")
         reason = shortened(error.__cause__ or error)
+        if "no file named" in reason:
+            reason = (
+                f"{reason.rstrip('.')}; give variant='fp16' (--variant fp16) where its weights are *.fp16.safetensors "
+                "alone, or allow pickles with allow_pickle=True (--allow-pickle)."
+            )
         raise failed(f"model={str(model)!r} could not be loaded{source}: {reason}") from error
 
 
@@ -253,15 +258,7 @@ def load_pipeline(
 
     options |= {"use_safetensors": None if allow_pickle else True, "variant": variant}
     where = "" if isinstance(source, Path) else " from the hub, and there is no such directory here"
-    try:
-        return call_loader(source, DiffusionPipeline.from_pretrained, source, source=where, **options).to(place)
-    except ElfattError as error:
-        if "no file named" in str(error):
-            raise ElfattError(
-                f"{str(error).rstrip('.')}; give variant='fp16' (--variant fp16) where its weights are *.fp16"
-                ".safetensors alone, or allow pickles with allow_pickle=True (--allow-pickle)."
-            ) from error
-        raise
+    return call_loader(source, DiffusionPipeline.from_pretrained, source, source=where, **options).to(place)
 
 
 def check_model(

@@ -18,8 +18,8 @@ import contextlib
 import fnmatch
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,13 +32,14 @@ from elfatt_sd.attention.joint import Keys, exact_attention
 from elfatt_sd.attention.ordering import Grid, order_merged
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.methods import Attention, Draws, Prepared
+from elfatt_sd.methods import Attention, Prepared
 from elfatt_sd.patch import patches_of
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.plans import describe
 from elfatt_sd.runtime.call import LayerCall
 from elfatt_sd.runtime.denoiser import Patch
 from elfatt_sd.runtime.exact_run import image_of
+from elfatt_sd.runtime.joint_processor import Projected
 from elfatt_sd.runtime.layer import PatchedLayer, after_forward
 
 if TYPE_CHECKING:
@@ -187,7 +188,10 @@ def watch(
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         for patch, each in watched:
-            _Watcher(patch, each, step, at, looks).install(undo)
+            watcher = _Watcher(patch, each, step, at, looks)
+            undo.callback(after_forward(each.layer.attention, watcher.after))
+            if each.layer.norm is not None:
+                undo.callback(each.layer.norm.register_forward_pre_hook(watcher.before).remove)
         yield looks
     if not looks:
         raise ElfattError("no watched layer was approximated in a watched step; give another step, or more steps.")
@@ -212,16 +216,10 @@ class _Watcher:
     block_input: Tensor | None = None
     done: set[int] = field(default_factory=set)
 
-    def install(self, undo: contextlib.ExitStack) -> None:
+    def before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        self.block_input = args[0]
 
-        def keep(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-            self.block_input = args[0]
-
-        if self.layer.layer.norm is not None:
-            undo.callback(self.layer.layer.norm.register_forward_pre_hook(keep).remove)
-        undo.callback(after_forward(self.layer.layer.attention, self._after))
-
-    def _after(self, again: Callable[[], Any], output: Any) -> None:
+    def after(self, again: Callable[[], Any], output: Any) -> None:
         """Look, once in a wanted step."""
         state = self.layer.state
         if state is None or state.phase.exact or state.outcome != "done":
@@ -245,11 +243,15 @@ class _Watcher:
         state.phase = EXACT
         exact = image_of(again(), state)[ROW].float()
         if not phase.attention.empty:
+            kind = type(phase.attention)
 
-            def see(layer: Any, tokens: Tensor, prepared: Prepared | None) -> None:
+            def attend(own: Attention, layer: Any, tokens: Tensor, prepared: Prepared | None) -> Tensor:
                 seen.update(_seen(state, phase, query, layer, tokens, prepared))
+                return kind.attend(own, layer, tokens, prepared)
 
-            state.phase = Phase(1.0, _Watched(phase.attention, see), merge=phase.merge)
+            settings = {each.name: getattr(phase.attention, each.name) for each in fields(phase.attention)}
+            watched: Any = type(kind.__name__, (kind,), {"attend": attend})
+            state.phase = Phase(1.0, watched(**settings), merge=phase.merge)
             state.block_input = self.block_input
             again()
         state.phase, state.calls, state.outcome = phase, turn, "done"
@@ -268,46 +270,17 @@ class _Watcher:
         )
 
 
-@dataclass(frozen=True)
-class _Watched(Attention):
-    """An attention that does what another one does, and has it seen."""
-
-    name: ClassVar[str] = "watched"
-    joint: ClassVar[bool] = True
-
-    inner: Attention = field(default_factory=Attention)
-    see: Any = None
-
-    @property
-    def matches(self) -> bool:
-        return self.inner.matches
-
-    def prepare(self, grid: Grid, draws: Draws) -> Prepared | None:
-        return self.inner.prepare(grid, draws)
-
-    def attend(self, layer: Any, tokens: Tensor, prepared: Any) -> Tensor:
-        self.see(layer, tokens, prepared)
-        return self.inner.attend(layer, tokens, prepared)
-
-
-class _Layer:
+class _Layer(Projected):
     """A layer in one call, as an attention sees it, of one image and with given queries, keys and values."""
 
-    def __init__(
-        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, context: Keys | None, merge_ratios: list[float]
-    ) -> None:
-        self.kernel = {**layer.kernel, "backend": "native"}
-        self.context = context
-        self._layer, self._q, self._k, self._v, self._merge_ratios = layer, q, k, v, merge_ratios
+    def __init__(self, layer: Any, given: Sequence[Tensor], context: Keys | None, merge_ratios: list[float]) -> None:
+        super().__init__(*given)
+        self.kernel, self.context = {**layer.kernel, "backend": "native"}, context
+        self._layer, self._merge_ratios = layer, merge_ratios
         self._merged: Tensor | None = None
 
-    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        if keys is None:
-            return self._q, self._k, self._v
-        return self._q, self._k.index_select(1, keys), self._v.index_select(1, keys)
-
     def queries(self, tokens: Tensor) -> Tensor:
-        return self._layer.queries(tokens).float() if tokens is self._merged else self._q
+        return self._layer.queries(tokens).float() if tokens is self._merged else super().queries(tokens)
 
     def merged(self, ratio: float) -> Tensor:
         self._merge_ratios.append(ratio)
@@ -328,7 +301,7 @@ def _seen(
     )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, context: Keys | None) -> Tensor:
-        return attention.attend(_Layer(layer, q, k, v, context, merge_ratios), tokens[ROW:], prepared)
+        return attention.attend(_Layer(layer, (q, k, v), context, merge_ratios), tokens[ROW:], prepared)
 
     def exactly(q: Tensor, k: Tensor, v: Tensor, context: Keys | None) -> Tensor:
         return exact_attention(q, [Keys(k, v), *([context] if context else [])])

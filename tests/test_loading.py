@@ -74,11 +74,9 @@ FIRST = "model.diffusion_model.input_blocks.0.0.weight"
 
 
 def test_what_is_no_model_is_refused_in_one_line(saved: Path, tmp_path: Path) -> None:
-    for name in ("missing.safetensors", "/nowhere/at/all", "a b", "./no/such"):
-        refused(name, "does not exist; give 'toy' or 'toy-dit', a diffusers directory")
+    refused("a b", "does not exist; give 'toy' or 'toy-dit', a diffusers directory")
     for place in (tmp_path, saved / "unet"):
         refused(place, "has no model_index.json; give a diffusers pipeline directory")
-    refused(saved / "model_index.json", "is not a checkpoint; give a .safetensors file, or a directory")
     path = tmp_path / "file.safetensors"
     save_file({"lora_unet_a": torch.zeros(1)}, path)
     refused(path, f"it has no '{FIRST}'")

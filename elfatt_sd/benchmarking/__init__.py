@@ -81,25 +81,17 @@ class Model:
         height, width = height_and_width(size)
         parameter = next(self.unet.parameters())
         generator = torch.Generator().manual_seed(0)
-
-        def noise(*shape: int) -> Tensor:
-            return standard_normal(shape, generator).to(parameter)
-
         module = unwrap(self.unet)
         family = family_of(module)
         latent = Grid(family.latent(module).frames, height // self.scale, width // self.scale)
+        noise = lambda *shape: standard_normal(shape, generator).to(parameter)  # noqa: E731
         return call_arguments(module, family.grid(module, latent), batch, noise)
 
 
 def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:
     """Return a function that calls a denoiser, without gradients; its sample by position, as tomesd wants it."""
     (_, sample), *others = inputs.items()
-
-    def call() -> Any:
-        with torch.inference_mode():
-            return unet(sample, **dict(others)).sample
-
-    return call
+    return torch.inference_mode()(lambda: unet(sample, **dict(others)).sample)
 
 
 def make_model(

@@ -425,25 +425,21 @@ def _draw_speeds(axes: Any, rows: Sequence[Row], name: str, base: str) -> None:
 
 def write_report(path: Path) -> list[Path]:
     """Write tables and plots of a file of results next to it, of a suite's parts into a folder; return all files."""
-    data = read_results(path)
-    if data is None:
-        raise ElfattError(f"{path} does not exist; give a file of `elfatt-sd bench` or benchmarks/gpu_suite.py.")
+    data = read_results(path) or {}
     try:
-        if "groups" in data:
-            return [path, *save(data, path)]
-        places = {name: part_file(path, name) for name in data["parts"]}
-        return [path, *(file for name, place in places.items() for file in save(data["parts"][name], place, name))]
+        parts = {"": data} if "groups" in data else data["parts"]
+        return [path, *(file for name, part in parts.items() for file in save(part, part_file(path, name), name))]
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise no_results(path, error) from error
+        raise no_results(path) from error
 
 
 def read_results(path: Path) -> dict[str, Any] | None:
     return read_typed(path, dict[str, Any], "`elfatt-sd bench` makes it again")
 
 
-def no_results(path: Path, error: Exception) -> ElfattError:
-    return ElfattError(f"{path} holds no results of a benchmark ({type(error).__name__}: {error}).")
+def no_results(path: Path) -> ElfattError:
+    return ElfattError(f"{path} holds no results; give a file of `elfatt-sd bench` or benchmarks/gpu_suite.py.")
 
 
 def part_file(path: Path, name: str) -> Path:
-    return place_of(path.with_suffix(""), name.replace(" ", "-"), ".json")
+    return place_of(path.with_suffix(""), name.replace(" ", "-"), ".json") if name else path

@@ -18,7 +18,7 @@ from torch import nn
 
 from elfatt_sd import errors as checks
 from elfatt_sd.config import METHODS, Method, PatchConfig, method_named, method_names, warn_without_effect
-from elfatt_sd.errors import ElfattError, need
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import (
     SelfAttention,
     family_of,
@@ -136,18 +136,16 @@ class Variant:
                 unet.register_forward_pre_hook(lambda module, _: repeat_step(module), prepend=True)
             if self.measures:
                 unet.register_forward_pre_hook(lambda module, _: forget_residuals(module))
-        elif self.kind == PEER:
-            need("peer 'tomesd'", "tomesd")
-            import tomesd
-
-            deepest, merge = max(layer.downsample for layer in self._layers(unet)), self.config.phases[0].merge
-            cell = {"sx": merge.stride, "sy": merge.stride, "use_rand": self.config.use_rand}
-            tomesd.apply_patch(unet, ratio=merge.ratio, max_downsample=deepest, **cell)
         elif is_peer(self.kind):
             peer, _, changes = self.kind.partition(":")
             pairs = (change.split("=", 1) for change in changes.split(",") if change)
+            settings = {name: json.loads(value) for name, value in pairs}
+            if peer == PEER:
+                deepest, merge = max(layer.downsample for layer in self._layers(unet)), self.config.phases[0].merge
+                settings = {"ratio": merge.ratio, "stride": merge.stride, "max_downsample": deepest}
+                settings["use_rand"] = self.config.use_rand
             on = ExitStack()
-            on.enter_context(running(target, peer, {name: json.loads(value) for name, value in pairs}))
+            on.enter_context(running(target, peer, settings))
             target._elfatt_sd_peer = on  # for as long as the pipeline lives
         elif self.kind == FLOOR:
             for layer in itertools.chain(*map(self._layers, step_denoisers(target).values())):
@@ -197,6 +195,18 @@ class Lineup:
                 return known
         self.variants[name] = variant
         return name
+
+    def add_twins(self, ending: str) -> None:
+        """Add twins of variants, and of rows that have one."""
+        tuned, names = ending == AUTOTUNED, dict[str, str]()
+        for name, variant in [*self.variants.items()]:
+            if variant.kind == "patch" if tuned else not is_peer(variant.kind):
+                names[name] = name + ending
+                self.variants[name + ending] = dataclasses.replace(variant, autotune=tuned, compiled=not tuned)
+        for row, run in [*self.runs.items()]:
+            parts = tuple((names.get(name, name), count) for name, count in run.parts)
+            if parts != run.parts:
+                self.runs[row + ending] = RunParts(parts, run.floor and names.get(run.floor, run.floor))
 
     def described(self) -> dict[str, Any]:
         return {name: variant.to_dict() for name, variant in self.variants.items()}
@@ -293,29 +303,11 @@ def line_up(
     for name, variant in floors.items():
         lineup.add(name, variant)
     if ending:
-        lineup = _with_twins(lineup, ending)
+        lineup.add_twins(ending)
     for backend in competitors:
         name = EXACT_THROUGH + backend
         lineup.add(name, Variant("patch", PatchConfig(name, levels=ALL_LEVELS, attention_backend=backend)))
     return lineup
-
-
-def _with_twins(lineup: Lineup, ending: str) -> Lineup:
-    """Add twins of variants, and of rows that have one."""
-    tuned = ending == AUTOTUNED
-    variants = {
-        name: variant
-        for name, variant in lineup.variants.items()
-        if (variant.kind == "patch" if tuned else not is_peer(variant.kind))
-    }
-    change: dict[str, Any] = {"autotune" if tuned else "compiled": True}
-    twins = {name + ending: dataclasses.replace(variant, **change) for name, variant in variants.items()}
-    rows = {row: run for row, run in lineup.runs.items() if any(name in variants for name, _ in run.parts)}
-    runs = {}
-    for row, run in rows.items():
-        parts = tuple((name + ending * (name in variants), count) for name, count in run.parts)
-        runs[row + ending] = RunParts(parts, run.floor and run.floor + ending * (run.floor in rows))
-    return Lineup(lineup.variants | twins, lineup.runs | runs)
 
 
 def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:

@@ -306,7 +306,8 @@ def patch(
         pipe = sketch(model)
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:
-        chosen.save(save)
+        chosen.config.save(save)
+        chosen = PatchOptions(config_file=save, autotune=chosen.autotune)
     lines = ["import elfatt_sd", "", from_where.python(), f"elfatt_sd.apply_patch(pipe, {chosen.arguments})"]
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
@@ -372,7 +373,7 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and what can be promised."""
-    from elfatt_sd.drawing.studio import check_run, read_prompts, warn_if_too_large
+    from elfatt_sd.drawing.studio import check_run, own_settings, read_prompts, rows_of, warn_if_too_large
     from elfatt_sd.measure import progress_of
     from elfatt_sd.tuning import tune as tune_pipeline
     from elfatt_sd.tuning.proof import Budget, check_wanted
@@ -392,7 +393,7 @@ def tune(
     from_where: PipelineOptions = source(model)
     pipe = from_where.load()
     pipe.set_progress_bar_config(disable=True)
-    rows = 1 if guidance is not None and guidance <= 1 else 2
+    rows = rows_of(pipe, own_settings(pipe, model)[1] if guidance is None else guidance)
     warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
     with progress_of("steps") as tell:
         found = tune_pipeline(pipe, **vars(budget), prompts=lines, progress=tell, **asked)

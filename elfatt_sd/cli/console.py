@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from elfatt_sd.errors import ElfattError, ElfattFailure, in_plain_words, remedy
+from elfatt_sd.errors import PACKAGES, ElfattError, ElfattFailure, in_plain_words, install_line
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 process = {"own": False}  # whether it runs the command line alone; `main` says so
@@ -57,8 +57,10 @@ def _report(error: Exception, debug: bool) -> int:
         if error.format_message():  # empty after it has shown the help
             complain(error.format_message())
         return WRONG_USE
-    if isinstance(error, ImportError) and (install := remedy(error)):
-        complain(f"{error.name} is not installed: {install}")
+    missing = (getattr(error, "name", None) or "").partition(".")[0]
+    names = [name for name, package in PACKAGES.items() if package.module == missing]
+    if isinstance(error, ImportError) and names:
+        complain(f"{error.name} is not installed: {install_line(*names)}")
         return WRONG_USE
     complain(in_plain_words(error) + ("" if debug else " (--debug shows where)"))
     return FAILURE

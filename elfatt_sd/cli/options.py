@@ -89,7 +89,8 @@ class PatchOptions:
             config = PatchConfig.preset(known)
             source = json.dumps(self.method if ":" in (self.method or "") else known)  # its import registers a class
         elif self.method is None:
-            config, source = PatchConfig.load(self.config_file), _from_file(self.config_file)
+            config = PatchConfig.load(self.config_file)
+            source = f"elfatt_sd.PatchConfig.load({str(self.config_file)!r})"
         else:
             raise ElfattError(
                 f"method={self.method!r} and config={str(self.config_file)!r} exclude each other; give one of them."
@@ -97,14 +98,6 @@ class PatchOptions:
         written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * self.autotune
         self.config = config.with_settings(**settings)
         self.arguments = source + written  # those of `apply_patch` that say the same in Python
-
-    def save(self, path: Path) -> None:
-        self.config.save(path)
-        self.arguments = _from_file(path) + ", autotune=True" * self.autotune
-
-
-def _from_file(path: Path) -> str:
-    return f"elfatt_sd.PatchConfig.load({str(path)!r})"
 
 
 MODELS = f"{', '.join(EMBEDDED)}, a diffusers directory, a hub id, or a .safetensors file"

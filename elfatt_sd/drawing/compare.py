@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -216,19 +217,16 @@ def try_methods(pipe: Any, prompt: str, *, methods: Sequence[str] = METHODS, rou
 def compared(studio: Studio) -> Iterator[Result]:
     """Draw and write each patched image between two untouched ones: its own, and the next one's or its own again."""
     trials = (Trial(studio, [studio.request.config], 1, again=True, shot=shot) for shot in studio.shots())
-    first = next(trials)
-    first.warm_up()
-    first.times[UNTOUCHED].append(first.draw(UNTOUCHED).seconds)
-    trial: Trial | None = first
-    while trial:
+    trial = next(trials)
+    trial.warm_up()
+    before = trial.draw(UNTOUCHED).seconds
+    for following in itertools.chain(trials, [None]):
         *_, method = trial.configs
-        trial.times[method].append(trial.draw(method).seconds)
-        following = next(trials, None)
+        shot = trial.draw(method)
         after = (following or trial).draw(UNTOUCHED).seconds
-        for each in filter(None, (trial, following)):
-            each.times[UNTOUCHED].append(after)
+        trial.times.update({UNTOUCHED: [before, after], method: [shot.seconds]})
         untouched, own, figures, fault = pair(trial)
-        shot, busy = trial.shots[method], bool(trial.comparison.busy())
+        busy = bool(trial.comparison.busy())
         sheet = side_by_side([untouched.picture, own.picture], [untouched.caption(), own.caption(busy)], trial.prompt)
         record = studio.record(trial.prompt, trial.seed, shot) | {
             "untouched_seconds": mean(untouched.times),
@@ -240,7 +238,7 @@ def compared(studio: Studio) -> Iterator[Result]:
         }
         path = write_image(free_name(studio.folder, trial.prompt), sheet, record)
         yield Result(path, shot.seconds, studio.memory(shot), fault, figures, record["psnr_db"])
-        trial = following
+        trial, before = following or trial, after
 
 
 def pair(trial: Trial) -> tuple[MethodResult, MethodResult, str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import json
@@ -12,7 +11,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +35,7 @@ from elfatt_sd.loading import make_scheduler, scheduler_class
 from elfatt_sd.measure import PeakMeter, Stopwatch
 from elfatt_sd.patch import apply_patch, plan, restored, warn_if_slower
 from elfatt_sd.plans import frames_to_one
+from elfatt_sd.runtime.layer import around_forward
 from elfatt_sd.toy import EMBEDDED
 
 _UNET, _TRANSFORMER = 40, 12  # tensors of the first level, or of a block's width, that are held at once
@@ -346,29 +346,6 @@ def rows_of(pipe: Any, guidance: float | None) -> int:
     return 1 if guidance is None or guidance <= 1 or config.get("guidance_embeds") else 2
 
 
-@contextmanager
-def watched(pipe: Any, steps: int, on_step: Callable[[int, int], None]) -> Iterator[None]:
-    """Tell of every denoising step within the `with` block; not every pipeline has `callback_on_step_end`."""
-    scheduler, calls = pipe.scheduler, 0
-    compute, own = scheduler.step, vars(scheduler).get("step")
-
-    @functools.wraps(compute)  # pipelines look the names of its arguments up
-    def step(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        output = compute(*args, **kwargs)
-        calls += 1
-        on_step(min(steps, round(calls * steps / len(scheduler.timesteps))), steps)
-        return output
-
-    scheduler.step = step
-    try:
-        yield
-    finally:
-        del scheduler.step
-        if own is not None:  # another wrapper
-            scheduler.step = own
-
-
 class Shot(NamedTuple):
     pixels: Pixels  # `[frames, height, width, 3]` from 0 to 255, before they are rounded
     seconds: float  # from prompt to image
@@ -385,8 +362,17 @@ def draw(
 ) -> Shot:
     """Draw one image, or clip, with a pipeline as it is, and look whether it is one."""
     device, generator = torch.device(pipe.device), torch.Generator().manual_seed(seed)
-    meter = PeakMeter(device)
-    with torch.no_grad(), watched(pipe, steps, on_step), Stopwatch(device) as watch:
+    meter, scheduler, calls = PeakMeter(device), pipe.scheduler, 0
+
+    def tell(step: Callable[[], Any]) -> Any:  # not every pipeline has `callback_on_step_end`
+        nonlocal calls
+        output = step()
+        calls += 1
+        on_step(min(steps, round(calls * steps / len(scheduler.timesteps))), steps)
+        return output
+
+    with torch.no_grad(), ExitStack() as undo, Stopwatch(device) as watch:
+        undo.callback(around_forward(scheduler, tell, "step"))
         output = pipe(prompt=prompt, num_inference_steps=steps, generator=generator, output_type="np", **given)
     pixels, fault = look_at(pipe, output)
     return Shot(pixels, watch.seconds, meter.read(), fault)

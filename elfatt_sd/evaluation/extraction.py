@@ -14,7 +14,6 @@ import errno
 import functools
 import hashlib
 import io
-import itertools
 import json
 import os
 import platform
@@ -35,8 +34,8 @@ from torch import Tensor
 
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.statistics import is_finite, load_plain
-from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible
+from elfatt_sd.evaluation.statistics import load_plain
+from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible, write_file
 from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import Lines, Progress
 
@@ -45,13 +44,12 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 DECODING = 4  # goes up when the same file gives other pixels, or none
-THREADS = 4  # that read and decode
+THREADS, READ_AHEAD = 4, 16  # that read and decode; images that they decode before one is used
 CHUNK = 1024  # images that are committed together
 BATCH = 32  # images that go through the network together
 LARGEST_BATCH = 100_000_000  # bytes of its images
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]  # `[h, w, 3]`
 Decoded = Pixels | str  # an image, or its name and what is wrong with it
-Rows = np.ndarray[Any, np.dtype[np.float32]]  # features `[k, d]`
 _LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)  # what is wrong with a file for good; the rest may pass
 _SCAN, _END = b"\xda", b"\xff\xd9"  # of JPEG: the mark that data follow, and that of the end
 SUFFIXES = re.compile(
@@ -81,10 +79,9 @@ class Source:
     read: Callable[[Entry], Any]  # returns the decoded image of an entry; safe to call from several threads
     prepare: Callable[[Any], Pixels] = np.array  # what happens to a decoded image
 
-    def __len__(self) -> int:
-        return len(self.entries)
+    frames: int = 1  # of each; clips have several, which lie below each other
 
-    def load(self, start: int, stop: int) -> Iterator[Decoded]:
+    def load(self, places: range) -> Iterator[Decoded]:
         def one(entry: Entry) -> Decoded:
             try:
                 return self.prepare(self.read(entry))
@@ -98,12 +95,11 @@ class Source:
 
         with ThreadPoolExecutor(THREADS) as pool:
             ahead: deque[Any] = deque()
-            for entry in self.entries[start:stop]:
-                ahead.append(pool.submit(one, entry))
-                if len(ahead) > 4 * THREADS:
+            for place in places:
+                ahead.append(pool.submit(one, self.entries[place]))
+                if len(ahead) > READ_AHEAD:
                     yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
+            yield from (each.result() for each in ahead)
 
 
 def open_source(source: str | Path, per_class: int = 0) -> Source:
@@ -264,7 +260,7 @@ class Images:
     sha256: Sequence[str]  # their hashes when they were generated
     classes: Sequence[int]  # class index of each
     texts: Sequence[str]  # prompt of each
-    frames: int = 1  # of each; clips have several, which lie below each other in their file
+    frames: int = 1  # of each; clips have several
 
     @classmethod
     def of_row(cls, row: RowFolder, frames: int = 1, count: int | None = None) -> Images:
@@ -280,127 +276,96 @@ class Images:
     def identity(self) -> str:
         return sha256_of_data(list(self.sha256))
 
-    def __len__(self) -> int:
-        return len(self.paths) * self.frames
-
-    def load(self, start: int, stop: int) -> Iterator[Pixels]:
-        """Yield the frames of a range, clip after clip; each file is checked against its hash when it is read."""
+    def source(self) -> Source:
+        """Each file is checked against its hash when it is read."""
 
         def read(entry: Entry) -> Any:
             path, digest = entry.where
-            remedy = "delete its row's manifest to remake it"
+            remedy = "put it back, or delete its row's manifest to remake it"
             try:
                 content = read_plain(path)
-            except FileNotFoundError as error:
-                raise ElfattError(f"{path} was deleted after generation; {remedy}.") from error
+            except OSError as error:
+                raise ElfattError(f"image {path} cannot be read ({error.strerror}); {remedy}.") from error
             if hashlib.sha256(content).hexdigest() != digest:
                 what = "was altered after generation (its sha256 is not the manifest's)"
-                raise ElfattError(f"{path} {what}; put it back, or {remedy}.")
+                raise ElfattError(f"{path} {what}; {remedy}.")
             return decode(content)
 
         entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
-        files = Source(entries, self.identity, read)
-        first, last = start // self.frames, -(-stop // self.frames)
-        for number, image in enumerate(files.load(first, last), first):
-            wrong = image if isinstance(image, str) else f"{entries[number].name} (no {self.frames} frames)"
-            if isinstance(image, str) or len(image) % self.frames:
-                raise ElfattError(f"row {self.name!r}: image {wrong} cannot be read; put it back.")
-            for place, frame in enumerate(np.split(image, self.frames), number * self.frames):
-                if start <= place < stop:
-                    yield frame
+        return Source(entries, self.identity, read, frames=self.frames)
 
     def stacks(self) -> Iterator[Tensor]:
         """Yield each image as uint8 `[frames, 3, h, w]`."""
-        frames = (torch.from_numpy(frame).permute(2, 0, 1) for frame in self.load(0, len(self)))
-        while stack := list(itertools.islice(frames, self.frames)):
-            yield torch.stack(stack)
+        for image in self.source().load(range(len(self.paths))):
+            assert not isinstance(image, str), image  # its hash is right
+            yield torch.from_numpy(np.stack(np.split(image, self.frames))).permute(0, 3, 1, 2)
 
 
 def extract(
-    pictures: Source | Images, extractor: Extractor, folder: Path, *, progress: Progress | None = None, name: str = ""
-) -> Extracted:
-    """Compute features, chunk by chunk; chunks that are there are kept.
+    pictures: Source, extractor: Extractor, folder: Path, *, progress: Progress | None = None, name: str = ""
+) -> list[Path]:
+    """Compute features, chunk by chunk, and return the files of the chunks; those that are there are kept.
 
     Under `accelerate launch` every process takes its fraction of the chunks, and all return when all are there.
     """
-    state = process_state()
-    count = len(pictures)
-    paths = [folder / f"chunk-{number:05d}.npz" for number in range(-(-count // CHUNK))]
+    state, count = process_state(), len(pictures.entries)
+    chunks = [range(start, min(start + CHUNK, count)) for start in range(0, count, CHUNK)]
+    paths = [folder / f"chunk-{number:05d}.npz" for number in range(len(chunks))]
     title = ", ".join(filter(None, (name, extractor.name)))
 
     def write_share() -> None:
         for number in range(state.process_index, len(paths), state.num_processes):
-            start, stop = number * CHUNK, min((number + 1) * CHUNK, count)
-            features, unreadable = _read_chunk(paths[number]) or (np.zeros((0, 0), np.float32), [])
-            shape = (stop - start - len(unreadable), extractor.dimension)
-            if features.shape != shape or not is_finite(features):
-                features, unreadable = _extract_range(pictures, extractor, range(start, stop), progress, title)
-                with atomic_file(paths[number]) as file:
-                    np.savez(file, features=features, unreadable=np.array(json.dumps(unreadable)))
+            with contextlib.suppress(ElfattError):
+                features, unreadable = read_chunk(paths[number])
+                whole = len(features) == (len(chunks[number]) - len(unreadable)) * pictures.frames
+                if whole and features.isfinite().all():
+                    continue
+            features, unreadable = _extract_range(pictures, extractor, chunks[number], progress, title)
+            with atomic_file(paths[number]) as file:
+                np.savez(file, features=features.numpy(), unreadable=np.array(json.dumps(unreadable)))
 
     with quiet_pillow():
         together(write_share)
-    return Extracted(paths)
-
-
-@dataclass(frozen=True)
-class Extracted:
-    chunks: Sequence[Path]  # the files, in order; each holds `features` `[k, d]` and the unreadable images' names
-
-    def __iter__(self) -> Iterator[tuple[Rows, list[str]]]:
-        for path in self.chunks:
-            found = _read_chunk(path)
-            if found is None:
-                raise ElfattError(f"{path} is damaged; give the same command again.")
-            yield found
-
-    def join(self, path: Path, rows: Sequence[int] | None = None) -> None:
-        """Write features as one float32 `.npy` file, without holding them in memory."""
-        count = sum(len(features) for features, _ in self)
-        kept = np.arange(count) if rows is None else np.asarray(rows)
-        start = 0
-        with atomic_file(path) as file:
-            for number, (features, _) in enumerate(self):
-                if number == 0:
-                    shape = (len(kept), features.shape[1])
-                    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-                    np.lib.format.write_array_header_1_0(file, header)
-                inside = kept[(kept >= start) & (kept < start + len(features))] - start
-                file.write(np.ascontiguousarray(features[inside], dtype="<f4").tobytes())
-                start += len(features)
+    return paths
 
 
 def _extract_range(
-    pictures: Source | Images, extractor: Extractor, places: range, progress: Progress | None, title: str
-) -> tuple[Rows, list[str]]:
+    pictures: Source, extractor: Extractor, places: range, progress: Progress | None, title: str
+) -> tuple[Tensor, list[str]]:
     """Features of the readable images, and the names of the others; images of different sizes go one by one."""
     features = [torch.zeros(0, extractor.dimension, dtype=torch.float32, device="cpu")]
     unreadable: list[str] = []
-    batch: list[Tensor] = []
-    for done, picture in enumerate(pictures.load(places.start, places.stop), places.start + 1):
-        if isinstance(picture, str):
-            unreadable.append(picture)
-        else:
-            batch.append(torch.from_numpy(picture).permute(2, 0, 1))
-        whole = len(batch) == BATCH or sum(image.numel() for image in batch) > LARGEST_BATCH
-        if batch and (whole or done == places.stop):
-            same = len({image.shape for image in batch}) == 1
-            groups = [torch.stack(batch)] if same else [image[None] for image in batch]
-            features += [extractor(group).cpu() for group in groups]
-            batch = []
-            if progress is not None:
-                progress(title, done, len(pictures))
-    return torch.cat(features).numpy(), unreadable
+
+    def batches() -> Iterator[tuple[int, list[Tensor]]]:
+        batch: list[Tensor] = []
+        for done, picture in enumerate(pictures.load(places), places.start + 1):
+            if isinstance(picture, str):
+                unreadable.append(picture)
+                continue
+            for frame in np.split(picture, pictures.frames):
+                batch.append(torch.from_numpy(frame).permute(2, 0, 1))
+                if len(batch) == BATCH or sum(image.numel() for image in batch) > LARGEST_BATCH:
+                    yield done, batch
+                    batch = []
+        if batch:
+            yield places.stop, batch
+
+    for done, batch in batches():
+        same = len({image.shape for image in batch}) == 1
+        groups = [torch.stack(batch)] if same else [image[None] for image in batch]
+        features += [extractor(group).cpu() for group in groups]
+        if progress is not None:
+            progress(title, done, len(pictures.entries))
+    return torch.cat(features), unreadable
 
 
-def _read_chunk(path: Path) -> tuple[Rows, list[str]] | None:
+def read_chunk(path: Path) -> tuple[Tensor, list[str]]:
+    """Return the features `[k, d]` of a chunk and the names of images that cannot be read."""
     try:
         with load_plain(path) as data:
-            features, unreadable = data["features"], json.loads(str(data["unreadable"]))
-    except Exception:  # NumPy raises many kinds for damaged files
-        return None
-    named = isinstance(unreadable, list) and all(isinstance(name, str) for name in unreadable)
-    return (features, unreadable) if features.ndim == 2 and features.dtype == np.float32 and named else None
+            return torch.from_numpy(data["features"]), json.loads(str(data["unreadable"]))
+    except Exception as error:  # NumPy raises many kinds for damaged files
+        raise ElfattError(f"{path} is missing or damaged; give the same command again.") from error
 
 
 def every_minute(tell: Callable[[str], None]) -> Progress:
@@ -408,19 +373,14 @@ def every_minute(tell: Callable[[str], None]) -> Progress:
 
 
 def process_state(device: str = "auto") -> Any:
+    """Return the state of this process; scores need not the device of the run, which this machine may not have."""
     from accelerate import PartialState  # which scripts that read results do without
 
+    kind = pick_device("auto").type
+    with contextlib.suppress(ElfattError):
+        kind = pick_device(device).type
     # The first process scores alone at the end, while the others wait: far longer than the usual ten minutes.
-    return PartialState(cpu=pick_device(device).type == "cpu", timeout=datetime.timedelta(days=1))
-
-
-def scoring_device(device: str) -> str:
-    """Return the device that a run was made on, or `auto` where this machine has none: scores need not that one."""
-    try:
-        pick_device(device)
-    except ElfattError:
-        return "auto"
-    return device
+    return PartialState(cpu=kind == "cpu", timeout=datetime.timedelta(days=1))
 
 
 def is_first() -> bool:
@@ -461,28 +421,20 @@ def together(action: Callable[[], Value]) -> Value:
 def by_first(action: Callable[[], Value]) -> Value:
     """Do something in the first process alone and return in all what it returns there; see `together`."""
     first = is_first()
-    value: Any = gathered(together(lambda: action() if first else None))[0]
-    found: Value = value
-    return found
+    found: list[Any] = gathered(together(lambda: action() if first else None))
+    value: Value = found[0]
+    return value
 
 
 def check_shared(folder: Path, what: str, remedy: str) -> None:
     """Refuse to go on where the processes of a launch do not all see the same folder; all of them must call this."""
     if not among_others():
         return
-    name = f".seen-{secrets.token_hex(8)}.part"  # a new one, which no file system can have noted as absent
-
-    def mark() -> str:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
-        except OSError as error:
-            raise ElfattError(f"{what} {folder} cannot be written: {error.strerror}; {remedy}.") from error
-        return name
-
-    marker = folder / by_first(mark)
+    # a new name, which no file system can have noted as absent
+    marker = folder / by_first(lambda: f".seen-{secrets.token_hex(8)}.part")
+    by_first(lambda: write_file(marker, b""))
     places = gathered((marker.is_file(), f"{folder} on {platform.node()}"))
     by_first(marker.unlink)
-    for number, (shared, place) in enumerate(places):
-        if not shared:
-            raise ElfattError(f"{what} {places[0][1]} is not that of process {number}, {place}; {remedy}.")
+    other = next((place for shared, place in places if not shared), None)
+    if other:
+        raise ElfattError(f"{what} {places[0][1]} is not that of another process, {other}; {remedy}.")

@@ -25,6 +25,7 @@ from elfatt_sd.files import read_typed, refused, sha256_of_data, sha256_of_file,
 SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # of vision transformers, by the width
 _USUAL_EDGE = 224
 Edge = Annotated[int, Meta(gt=0, le=1024)]  # pixels; a batch of larger images fits few memories
+_Size = Edge | dict[str, Edge | None] | None
 Colour = Annotated[list[float], Meta(min_length=3, max_length=3)]  # red, green and blue
 EXTRACTORS = ("inception", "inception:pytorch-fid", "inception:clean-fid", "toy", "clip:DIR", "dinov2:DIR")
 # The network of the original FID, converted for PyTorch: published by pytorch-fid and torch-fidelity as the same file.
@@ -275,17 +276,12 @@ def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
     }
 
 
-class _Side(Struct, frozen=True):
-    shortest_edge: Edge | None = None
-    height: Edge | None = None
-
-
 class _Processor(Struct, frozen=True):
-    crop_size: Edge | _Side | None = None
-    size: Edge | _Side | None = None
+    crop_size: _Size = None
+    size: _Size = None
     image_mean: Colour | None = None
     image_std: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=3, max_length=3)] | None = None
 
 
-def _edge(size: int | _Side | None) -> int | None:
-    return size.shortest_edge or size.height if isinstance(size, _Side) else size
+def _edge(size: _Size) -> int | None:
+    return size.get("shortest_edge") or size.get("height") if isinstance(size, dict) else size

@@ -11,13 +11,10 @@ from torch import Tensor
 from elfatt_sd.evaluation.statistics import (
     ROWS,
     ClassEstimate,
-    Features,
     FeatureStatistics,
     Groups,
     Interval,
-    batches,
     left_out,
-    take,
 )
 
 # With a step of 1 the trapezoidal rule has an error of 1e-8; 9 steps beyond the spectrum leave 1e-4 of a correction.
@@ -72,7 +69,7 @@ class FrechetFigures:
         return value, (min(low for low, _ in known), max(high for _, high in known)) if known else None
 
 
-def frechet_figures(features: Features, target: Target, groups: Groups) -> FrechetFigures:
+def frechet_figures(features: Tensor, target: Target, groups: Groups) -> FrechetFigures:
     """Measure images against a reference, with what every class of images does to the figures.
 
     D_n follows the definition. D of infinitely many images needs tr S^(1/2) of the images' distribution; its mean and
@@ -123,16 +120,14 @@ def frechet_figures(features: Features, target: Target, groups: Groups) -> Frech
         ClassEstimate.jackknife(value.item(), without, slope)
         for value, without in zip((published, *limits), withouts, strict=True)
     )
-    refits = left_out(limits_without(_ratio_without(left, spectrum.phi, rest)))
-    return FrechetFigures(whole, least, most, refits, left.kurtosis)
-
-
-def _ratio_without(left: ByClass, phi: Tensor, rest: Tensor) -> Tensor:
-    joint = (left.inside - (phi - left.phi)).clamp_min(0)
+    # the relation of scales without each class
+    joint = (left.inside - (spectrum.phi - left.phi)).clamp_min(0)
     inverse = 1 + left.outside / left.sizes[:, None]  # P
     raised = (inverse * joint).sum(0) / (joint / inverse).sum(0).clamp_min(EPS) * joint
     outside = (left.outside.sum(0) - left.outside + raised) / rest[:, None]
-    return outside * (rest[:, None] - 1 - left.phi) / left.phi.clamp_min(EPS)
+    found = outside * (rest[:, None] - 1 - left.phi) / left.phi.clamp_min(EPS)
+    refits = left_out(limits_without(found))
+    return FrechetFigures(whole, least, most, refits, left.kurtosis)
 
 
 def _limit_roots(
@@ -150,9 +145,9 @@ def _limit_roots(
 class Spectrum:
     """Eigenvalues of the scatter of images, seen through the factor of a reference's covariance."""
 
-    def __init__(self, features: Features, statistics: FeatureStatistics, factor: Tensor) -> None:
+    def __init__(self, features: Tensor, statistics: FeatureStatistics, factor: Tensor) -> None:
         if statistics.count <= factor.shape[1]:
-            seen = (torch.cat(list(batches(features))) - statistics.mean) @ factor
+            seen = (features.double() - statistics.mean) @ factor
             values, vectors = torch.linalg.eigh(seen @ seen.T)
             kept = values > values.max() * RESOLVED
             vectors = seen.T @ vectors[:, kept] / values[kept].sqrt()
@@ -198,7 +193,7 @@ class ByClass:
     kurtosis: float  # of a feature, the largest of all
 
 
-def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum, groups: Groups) -> ByClass:
+def by_class(features: Tensor, mean: Tensor, shift: Tensor, spectrum: Spectrum, groups: Groups) -> ByClass:
     """Go through the images once, classes of one size together."""
     _, place, sizes = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True, return_counts=True)
     count, scales = len(features), len(spectrum.scales)
@@ -213,7 +208,7 @@ def by_class(features: Features, mean: Tensor, shift: Tensor, spectrum: Spectrum
             chunks.append((chosen, order[starts[chosen, None] + torch.arange(size, device="cpu")]))
     for chosen, rows in chunks:
         shape, rest = (*rows.shape, -1), count - rows.shape[1]
-        centred = take(features, rows.flatten()) - mean
+        centred = features[rows.flatten()].double() - mean
         powers = centred.square()
         second, fourth = second + powers.sum(0), fourth + powers.square().sum(0)
         seen = (centred @ spectrum.basis).reshape(shape)  # [g, m, r]

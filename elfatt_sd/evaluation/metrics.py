@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,10 +25,8 @@ from elfatt_sd.devices import plain_defaults
 from elfatt_sd.drawing.studio import tell_cut
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation import features as vision
-from elfatt_sd.evaluation.extraction import Images
-from elfatt_sd.evaluation.features import Extractor, exact_float32
+from elfatt_sd.evaluation.features import exact_float32
 from elfatt_sd.files import refused, sha256_of_code, sha256_of_data, sha256_of_file
-from elfatt_sd.measure import Progress
 
 Better = Literal["", "higher", "lower"]
 # What can be asked for by name, and what `weights` is for each; those with "" need none.
@@ -45,7 +43,7 @@ OF_FEATURES = ("prdc", "cmmd")
 _TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
 # Figures that a report has already: distances, and what compares with the untouched image.
 _TAKEN = re.compile(r"(FID|KID|FD|KD|PSNR|SSIM|cosine|accuracy)\b.*|cell|label|method|role|images|classes|failed", re.I)
-_AT_ONCE = 8  # images, and frames that go through a network together
+AT_ONCE = 8  # images, and frames that go through a network together
 # The name of each network, a weight that only it has, and how the hash of torchvision's file begins.
 _NETWORKS = {
     "alex": ("AlexNet", "features.10.weight", "7be5be79"),
@@ -71,28 +69,18 @@ class ImageMetric:
     """A metric that gives a number for every image."""
 
     name: str  # in tables
-    measure: Callable[[Batch], Tensor]  # turns a `Batch` into n numbers
+    measure: Callable[[Batch], Tensor]  # turns a `Batch` into numbers of n images, `[n, *shape]`
     description: dict[str, Any] = field(default_factory=dict)  # everything that the numbers depend on, as plain data
     # which values are better; empty where neither is, as for what compares with the untouched image
     better: Better = ""
     compares: bool = False  # whether it takes the untouched pipeline's images
     # told of all prompts before the first images, so that it can say at once what it does not read
     reads: Callable[[Sequence[str]], None] = lambda prompts: None
+    shape: tuple[int, ...] = ()  # of the numbers of an image
 
     @property
     def identity(self) -> str:
         return sha256_of_data([self.name, self.description, self.better, self.compares])
-
-    def values(self, images: Images, baseline: Images | None, progress: Progress | None) -> Iterator[Tensor]:
-        self.reads(images.texts)
-        sides = [images.stacks()] + ([baseline.stacks()] if baseline else [])
-        texts, done = iter(images.texts), 0
-        while prompts := list(itertools.islice(texts, _AT_ONCE)):
-            ours, *others = (torch.stack(list(itertools.islice(side, len(prompts)))) for side in sides)
-            yield self.measure(Batch(ours, prompts, *others)).cpu()
-            done += len(prompts)
-            if progress:
-                progress(f"{images.name}, {self.name}", done, len(images.texts))
 
 
 @dataclass(frozen=True)
@@ -114,14 +102,6 @@ class MetricChoice:
         for key, value in (("name", self.name), ("better", self.better)):
             if value and not own:
                 raise refused(f"{key}={value!r} of metric {self.metric!r}", "a value for package.module:function only")
-
-
-def check_feature_metrics(choices: Sequence[MetricChoice], extractors: Sequence[Extractor]) -> None:
-    for choice in choices:
-        if choice.metric == "prdc" and not extractors:
-            raise ElfattError("metric 'prdc' needs features; give an extractor and a reference.")
-        if choice.metric == "cmmd" and not any(extractor.name == "clip" for extractor in extractors):
-            raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")
 
 
 @plain_defaults()
@@ -154,7 +134,7 @@ def load_own(choice: MetricChoice) -> ImageMetric:
         signature = inspect.signature(function)
         compares = "untouched" in signature.parameters
         signature.bind(None, None, **({"untouched": None} if compares else {}))
-        source = inspect.getmodule(function)
+        code = sha256_of_code([inspect.getsource(inspect.getmodule(function) or sys.modules[module])])
     except (Exception, SystemExit) as error:
         kinds = "function(images, prompts) or function(images, prompts, untouched)"
         said = f"metric={choice.metric!r} cannot be imported as {kinds}"
@@ -162,10 +142,6 @@ def load_own(choice: MetricChoice) -> ImageMetric:
     name = choice.name or str(getattr(function, "__name__", choice.metric))
     if _TAKEN.fullmatch(name):
         raise ElfattError(f"name={name!r} of metric {choice.metric!r} is that of another figure; give another name.")
-    try:
-        code = sha256_of_code([inspect.getsource(source)]) if source else ""
-    except (OSError, TypeError, SyntaxError):  # of a function that is not written in Python
-        code = ""
 
     def measure(batch: Batch) -> Tensor:
         given = {"images": batch.images}
@@ -215,7 +191,7 @@ def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
         options = {"padding": True, "truncation": True, "max_length": longest, "return_tensors": "pt"}
         tokens = tokenizer(list(batch.prompts), **options)
         given = {key: tokens[key].to(device) for key in ("input_ids", "attention_mask")}
-        parts = torch.split(batch.images.flatten(0, 1), _AT_ONCE)
+        parts = torch.split(batch.images.flatten(0, 1), AT_ONCE)
         with exact_float32(torch.device(device)):
             texts = functional.normalize(model.text_projection(model.text_model(**given).pooler_output), dim=1)
             pixels = (vision.to_input(part.to(device), "clip", recipe) for part in parts)
@@ -260,7 +236,7 @@ def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
     @torch.no_grad()
     def measure(batch: Batch) -> Tensor:
         assert batch.untouched is not None
-        both = (torch.split(side.flatten(0, 1), _AT_ONCE) for side in (batch.images, batch.untouched))
+        both = (torch.split(side.flatten(0, 1), AT_ONCE) for side in (batch.images, batch.untouched))
         with exact_float32(torch.device(device)):
             pairs = ([part.to(device).float() / 255 for part in pair] for pair in zip(*both, strict=True))
             parts = [compare(*pair).reshape(-1) for pair in pairs]

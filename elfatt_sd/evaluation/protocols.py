@@ -252,7 +252,8 @@ def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
     cells = [{key: value for key, value in cell.items() if (key, value) != ("reuse", [])} for cell in kept["cells"]]
     reference = kept.get("reference") or {}
     # `allow_count` lets a run go on; what it let pass stands in the metric's name
-    return {**kept, "cells": cells, "reference": {key: value for key, value in reference.items() if key != "allow_count"}}
+    reference = {key: value for key, value in reference.items() if key != "allow_count"}
+    return {**kept, "cells": cells, "reference": reference}
 
 
 def differences(before: Any, now: Any) -> list[str]:

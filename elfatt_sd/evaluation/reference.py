@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import shutil
 import threading
 from collections.abc import Sequence
@@ -21,7 +22,6 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.extraction import (
     DECODING,
     Entry,
-    Extracted,
     Pixels,
     Source,
     by_first,
@@ -30,6 +30,7 @@ from elfatt_sd.evaluation.extraction import (
     extract,
     gathered,
     open_source,
+    read_chunk,
     together,
 )
 from elfatt_sd.evaluation.features import Extractor
@@ -38,17 +39,16 @@ from elfatt_sd.evaluation.records import read_data
 from elfatt_sd.evaluation.statistics import (
     KERNEL_SAMPLE,
     FeatureStatistics,
-    check_covariance,
-    is_finite,
     load_moments,
     read_array,
 )
-from elfatt_sd.files import folder_lock, sha256_of_code, sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.files import atomic_file, folder_lock, sha256_of_code, sha256_of_data, sha256_of_file, write_json
 from elfatt_sd.measure import Progress
 
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
 BLOCK = 1 << 16  # renders that are drawn at a time
 FORMAT = 1
+COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
 MOMENTS = ".npz"
 FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number shows in the metric's name
 
@@ -57,9 +57,8 @@ FULL_COUNT = 50_000  # images of ImageNet's validation set; any other number sho
 class Reference:
     mean: Tensor  # of the features, `[d]`
     covariance: Tensor  # of the features, `[d, d]`
-    # float32 features `[m, d]` of evenly spaced images, memory-mapped, for the kernel distance; None where only moments
-    # are known
-    sample: np.ndarray[Any, Any] | None
+    # float32 features `[m, d]` of evenly spaced images, for the kernel distance; None where only moments are known
+    sample: Tensor | None
     identity: str  # hash of the files and of all preprocessing
     # what distances to it carry in their name, such as " (12 reference images)"; empty for `FULL_COUNT` and for renders
     metric_suffix: str
@@ -100,14 +99,12 @@ def build_reference(
     pictures, identity = together(lambda: check_reference(wanted, extractor, classes))
     if isinstance(pictures, Reference):
         return pictures
-    first, *others = gathered(identity)
-    for number, other in enumerate(others, 1):
-        if other != first:
-            raise ElfattError(
-                f"reference {wanted.source} is not the same in process {number} as in process 0 (names, sizes or "
-                "times of its files, the extractor, or the versions of torch and Pillow); give a folder that all "
-                "machines share, or copies that keep the times (rsync -a)."
-            )
+    if len(set(gathered(identity))) > 1:
+        raise ElfattError(
+            f"reference {wanted.source} is not the same in all processes (names, sizes or times of its files, the "
+            "extractor, or the versions of torch and Pillow); give a folder that all machines share, or copies that "
+            "keep the times (rsync -a)."
+        )
     check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
     with contextlib.ExitStack() as held:
@@ -147,7 +144,7 @@ def check_reference(
     else:
         recipe = _recipe(wanted)
         pictures = replace(open_source(wanted.source, wanted.per_class), prepare=functools.partial(resized, **recipe))
-        _check_count(wanted, len(pictures))
+        _check_count(wanted, len(pictures.entries))
         fingerprint = [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, DECODING]
     version = torch.__version__.partition("+")[0]
     return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
@@ -213,12 +210,13 @@ def _suffix(count: int, resize: str = "none", size: int = 0) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: dict[str, Any]) -> None:
+def _finish(folder: Path, chunks: Sequence[Path], extractor: Extractor, description: dict[str, Any]) -> None:
     """Turn chunks into statistics and the sample; the description is written last and completes the folder."""
     statistics = FeatureStatistics(extractor.dimension)
     unreadable: list[str] = []
-    for features, names in chunks:
-        statistics.update(torch.from_numpy(features))
+    for path in chunks:
+        features, names = read_chunk(path)
+        statistics.update(features)
         unreadable += names
     count = statistics.count
     if count < 2:
@@ -226,7 +224,10 @@ def _finish(folder: Path, chunks: Extracted, extractor: Extractor, description: 
         found = f"reference {description['source']} has {count} readable images"
         raise ElfattError(f"{found}; accepted are 2 or more{first}.")
     sample = min(count, KERNEL_SAMPLE)
-    chunks.join(folder / "sample.npy", [index * count // sample for index in range(sample)])
+    chosen = {index * count // sample for index in range(sample)}
+    rows = enumerate(itertools.chain.from_iterable(read_chunk(path)[0] for path in chunks))
+    with atomic_file(folder / "sample.npy") as file:
+        np.save(file, torch.stack([row.clone() for index, row in rows if index in chosen]).numpy())
     statistics.save(folder / "statistics.npz")
     data = {"format": FORMAT, **description, "count": count, "unreadable": unreadable}
     write_json(folder / "reference.json", {**data, "preprocessing": extractor.preprocessing})
@@ -252,7 +253,7 @@ def _kept(folder: Path, dimension: int) -> Reference | None:
         return None
     sample = read_array(folder / "sample.npy", dimension)
     wanted = (dimension, data["count"], min(data["count"], KERNEL_SAMPLE))
-    if sample is None or (len(mean), count, len(sample)) != wanted or not is_finite(sample):
+    if sample is None or (len(mean), count, len(sample)) != wanted:
         return None
     description = {key: value for key, value in data.items() if key != "format"}
     suffix = "" if data["source"] == "toy" else _suffix(data["count"], data["resize"], data["size"])
@@ -262,13 +263,19 @@ def _kept(folder: Path, dimension: int) -> Reference | None:
 def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
     path = Path(wanted.source)
-    mean, covariance, count = load_moments(path)
+    mean, given, count = load_moments(path)
+    covariance, asymmetry = (given + given.T) / 2, (given - given.T).abs().max()
+    values, wrong = torch.linalg.eigvalsh(covariance), ""
     if len(mean) != extractor.dimension:
-        needed = f"extractor {extractor.name} needs {extractor.dimension}"
-        raise ElfattError(f"reference {path} has {len(mean)} features; {needed}.")
+        wrong = f"{len(mean)} features; extractor {extractor.name} needs {extractor.dimension}"
+    elif asymmetry > COVARIANCE_ROUNDING * given.abs().max():
+        wrong = f"a sigma that is not symmetric (by {asymmetry:.3g}); accepted is a covariance"
+    elif values[0] < -COVARIANCE_ROUNDING * values[-1].abs():
+        wrong = f"a sigma with the negative eigenvalue {values[0]:.3g}; accepted is a covariance"
+    if wrong:
+        raise ElfattError(f"reference {path} has {wrong}.")
     if count is not None:
         _check_count(wanted, count)
-    covariance = check_covariance(path, covariance)
     suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
     digest = sha256_of_file(path)
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])

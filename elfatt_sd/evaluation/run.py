@@ -14,7 +14,7 @@ import msgspec
 
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation import records
-from elfatt_sd.evaluation.extraction import process_state, scoring_device
+from elfatt_sd.evaluation.extraction import process_state
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Protocol, decisive, differences
 from elfatt_sd.files import (
@@ -178,7 +178,7 @@ class RunFolder:
     @contextlib.contextmanager
     def writing(self) -> Iterator[bool]:
         """Hold the lock of the folder, in the first of several processes that work on a device."""
-        first = bool(process_state(scoring_device(self.protocol.device)).is_main_process)
+        first = bool(process_state(self.protocol.device).is_main_process)
         with clear_disk_errors(self.folder), folder_lock(self.folder) if first else contextlib.nullcontext():
             yield first
 

@@ -1,15 +1,15 @@
 """Score the images of a run: distances to the reference, changes against the untouched pipeline, accuracy on the toy.
 
-Everything is streamed: features lie in memory-mapped files, so memory does not grow with the number of images. What
-was computed once is kept under `RUN/scores`, named by the hash of what it was computed from.
+What was computed once is kept under `RUN/scores`, named by the hash of what it was computed from. Of features, those of
+one or two rows are in memory at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-import shutil
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,28 @@ from torch.nn import functional
 
 from elfatt_sd.devices import accelerators, has_float64
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.evaluation.extraction import Images, by_first, extract, process_state, quiet_pillow, scoring_device
+from elfatt_sd.evaluation.extraction import (
+    Images,
+    by_first,
+    extract,
+    process_state,
+    quiet_pillow,
+    read_chunk,
+)
 from elfatt_sd.evaluation.features import Extractor, load_extractor, toy_attributes
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
-from elfatt_sd.evaluation.metrics import Better, ImageMetric, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.metrics import AT_ONCE, Batch, Better, ImageMetric, load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import SCORES_FORMAT
 from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
 from elfatt_sd.evaluation.run import SCORES_FILE, RunFolder, clear_disk_errors
 from elfatt_sd.evaluation.statistics import (
+    ROWS,
     ClassEstimate,
     Interval,
-    batches,
     cmmd,
     even_classes,
-    is_finite,
     kernel_distance,
     kernel_within,
     neighbour_figures,
@@ -44,13 +50,12 @@ from elfatt_sd.evaluation.statistics import (
     verdict,
 )
 from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_json
+from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import Progress
 
-Array = np.ndarray[Any, Any]
 PAIRS_FORMAT = 4  # of what is kept of pairs
 MOST_CHANGED = 16
 DIGITS = 6  # of what is kept of each image
-PAIR_BATCH = 8
 _LARGEST = 1e100  # of a metric; squares of larger numbers overflow
 SIGMA = 1.5  # pixels
 REACH = 5  # pixels from the middle of the window to its edge
@@ -112,10 +117,11 @@ def load_extractors(protocol: Protocol) -> list[Extractor]:
 
 
 def network_device(protocol: Protocol) -> str:
-    wanted = scoring_device(protocol.device)
-    if wanted != "auto":
-        return wanted
-    state = process_state(wanted)
+    if protocol.device != "auto":
+        with contextlib.suppress(ElfattError):  # scores need not the run's own, which this machine may not have
+            pick_device(protocol.device)
+            return protocol.device
+    state = process_state()
     several = state.num_processes > 1
     return str(state.device) if several else "cuda" if "cuda" in accelerators() else "cpu"
 
@@ -132,7 +138,11 @@ def build_references(
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
     """Return what scores depend on besides the images: hashes of extractors with their references, and of metrics."""
-    check_feature_metrics(protocol.metrics, extractors)
+    kinds = [choice.metric for choice in protocol.metrics]
+    if "prdc" in kinds and not extractors:
+        raise ElfattError("metric 'prdc' needs features; give an extractor and a reference.")
+    if "cmmd" in kinds and not any(extractor.name == "clip" for extractor in extractors):
+        raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")
     metrics = load_metrics(protocol.metrics, network_device(protocol))
     wanted, classes = protocol.reference, _classes(protocol)
     found = {each.distance_name: check_reference(wanted, each, classes)[1] for each in extractors}
@@ -151,15 +161,32 @@ class Known:
     interval: Interval | None = None  # where it is not that of the estimate
     compares: bool = False  # a difference to the untouched pipeline itself: it has an interval and no verdict
 
+    def published(self, other: Known | None, classes: int, *, metric: bool) -> dict[str, Any]:
+        """Return the figure as it is published, and its paired difference to that of the untouched pipeline.
+
+        The difference of a Frechet distance is that of infinitely many images. Metrics say which values are better.
+        """
+        found: dict[str, Any] = {"value": self.estimate.value, "interval": self.interval or self.estimate.interval()}
+        found |= {"better": self.better} if metric else {}
+        found |= {"compares": True} if self.compares else {}
+        if other is not None:
+            moved = self.estimate - other.estimate
+            value, interval = moved.value, moved.interval()
+            if self.limit and other.limit:
+                value, interval = self.limit.limit_difference(other.limit)
+            said = verdict(interval, classes, lower_is_better=self.better == "lower")
+            found["difference"] = {"value": value, "interval": interval, **({"verdict": said} if self.better else {})}
+            found["difference"] |= {"images": "infinite"} if self.limit else {}
+        return found
+
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a row by itself: figures by their names."""
+    """What is known of a row by itself."""
 
     images: Images
-    distances: dict[str, Known] = field(default_factory=dict)
-    accuracy: dict[str, Known] = field(default_factory=dict)  # by attribute; only of the toy
-    metrics: dict[str, Known] = field(default_factory=dict)  # but for those that compare
+    # by `distances`, `accuracy` (of the toy, by attribute) or `metrics` (but for those that compare), and their names
+    figures: dict[tuple[str, str], Known]
 
 
 @dataclass(frozen=True)
@@ -173,43 +200,43 @@ class Scorer:
     progress: Progress | None = None
 
     def measure(self, images: Images) -> Measured:
-        own = (metric for metric in self.metrics if not metric.compares)
-        row = Measured(images, metrics={metric.name: self._mean(metric, images) for metric in own})
+        figures = self._means(images)
         for scale in self.scales:
-            scale.measure(row, {choice.metric for choice in self.protocol.metrics})
+            figures |= scale.measure(images, {choice.metric for choice in self.protocol.metrics})
         toy = [scale for scale in self.scales if self.protocol.of_toy and scale.extractor.name == "toy"]
         for scale in toy:  # fraction of images that show what their prompt says, per attribute and as the mean of all
             from elfatt_sd.toy.renderer import CLASSES, class_labels
 
-            seen = toy_attributes(scale.extractor, torch.from_numpy(np.array(scale.features(images))))
+            seen = toy_attributes(scale.extractor, scale.features(images))
             wanted = class_labels([CLASSES[number] for number in images.classes]).unbind(1)
             right = {name: (found == each).double() for (name, found), each in zip(seen.items(), wanted, strict=True)}
             for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
                 interval = share_interval(values, images.classes, len(right) if name == "mean" else 1)
-                row.accuracy[name] = Known(ClassEstimate.mean(values, images.classes), "higher", interval=interval)
-        return row
+                mean = ClassEstimate.mean(values, images.classes)
+                figures["accuracy", name] = Known(mean, "higher", interval=interval)
+        return Measured(images, figures)
 
     def score(self, row: Measured, baseline: Measured | None) -> dict[str, Any]:
         """Return what `scores.json` has of a row; without a baseline, of the baseline itself."""
-        images, paired, lowest, metrics = row.images, None, [], row.metrics
+        images, paired, lowest, figures = row.images, None, [], row.figures
         if baseline:
-            device = torch.device(network_device(self.protocol))
-            changes = pair_changes(images, baseline.images, self.cache, device, self.progress)
+            changes = self.values(pair_changes(torch.device(network_device(self.protocol))), images, baseline.images)
             paired = self._paired(row, baseline, changes)
             order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
             lowest = [index for index in order if changes[index, 0].isfinite()]  # identical ones are left out
-            others = (metric for metric in self.metrics if metric.compares)
-            metrics = {metric.name: self._mean(metric, images, baseline.images) for metric in others} | metrics
-        figures = replace(row, metrics=metrics)
-        compared = {part: _compared(figures, baseline, part) for part in ("distances", "accuracy", "metrics")}
+            figures = self._means(images, baseline.images) | figures
+        parts: dict[str, dict[str, Any]] = {"distances": {}, "accuracy": {}, "metrics": {}}
+        for (part, name), known in figures.items():
+            other = baseline.figures.get((part, name)) if baseline else None
+            parts[part][name] = known.published(other, even_classes(images.classes), metric=part == "metrics")
         return {
             "images": len(images.paths),
             "classes": len(set(images.classes)),
-            "distances": compared["distances"],
+            "distances": parts["distances"],
             "paired": paired,
-            "accuracy": compared["accuracy"] or None,
+            "accuracy": parts["accuracy"] or None,
             "most_changed": lowest,
-            **({"metrics": compared["metrics"]} if self.protocol.metrics else {}),
+            **({"metrics": parts["metrics"]} if self.protocol.metrics else {}),
         }
 
     def _paired(self, row: Measured, baseline: Measured, changes: Tensor) -> dict[str, Any]:
@@ -231,65 +258,51 @@ class Scorer:
             "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
         }
         for scale in self.scales[:1]:
-            pairs = zip(batches(scale.features(images)), batches(scale.features(baseline.images)), strict=True)
-            cosine = torch.cat([functional.cosine_similarity(mine, other, dim=1) for mine, other in pairs])
+            pairs = zip(*(torch.split(scale.features(each), ROWS) for each in (images, baseline.images)), strict=True)
+            cosine = torch.cat(
+                [functional.cosine_similarity(mine.double(), other.double(), dim=1) for mine, other in pairs]
+            )
             each = cosine.view(len(images.paths), -1).mean(1)
             found["cosine"] = {**_summary(each, classes, -1.0, 1.0), "extractor": scale.extractor.name}
         return found
 
-    def _mean(self, metric: ImageMetric, images: Images, baseline: Images | None = None) -> Known:
-        """The mean of one number for each image, `[n]` float64; these are kept in the cache."""
+    def _means(self, images: Images, baseline: Images | None = None) -> dict[tuple[str, str], Known]:
+        """The means of the metrics that compare with a baseline, or without one of those that do not."""
+        found = {}
+        for metric in self.metrics:
+            if metric.compares == (baseline is not None):
+                mean = ClassEstimate.mean(self.values(metric, images, baseline), images.classes)
+                found["metrics", metric.name] = Known(mean, metric.better, compares=metric.compares)
+        return found
+
+    def values(self, metric: ImageMetric, images: Images, baseline: Images | None = None) -> Tensor:
+        """Return float64 numbers of single images that a file of the cache keeps, or compute and keep them."""
         parts = [metric.identity, images.identity, list(images.texts), baseline.identity if baseline else ""]
-
-        def compute() -> Tensor:
-            values = torch.cat(list(metric.values(images, baseline, self.progress))).double()
-            odd = next((index for index, value in enumerate(values.tolist()) if not abs(value) < _LARGEST), None)
-            if odd is not None:
-                said = f"metric {metric.name!r} of image {odd} of row {images.name!r} is {values[odd]}"
-                raise ElfattError(f"{said}; accepted are numbers between -{_LARGEST:g} and {_LARGEST:g}.")
-            return values
-
         path = self.cache / f"{images.name}-metric-{sha256_of_data(parts)[:16]}.npy"
-        values = _kept(path, compute, len(images.paths))
-        return Known(ClassEstimate.mean(values, images.classes), metric.better, compares=metric.compares)
+        kept = read_array(path, *metric.shape, dtype=torch.float64)
 
+        def odd(values: Tensor) -> int | None:
+            last = enumerate(values.reshape(len(values), -1)[:, -1].tolist())  # alone, as a PSNR may be infinite
+            return next((index for index, value in last if not abs(value) < _LARGEST), None)
 
-def _kept(path: Path, compute: Callable[[], Tensor], *shape: int) -> Tensor:
-    """Return float64 numbers `shape` of single images that a file keeps, or compute and keep them."""
-    known = read_array(path, *shape[1:], dtype="float64")
-    # the last column alone, as a PSNR may be infinite
-    if known is not None and known.shape == shape and np.isfinite(known.reshape(len(known), -1)[:, -1]).all():
-        return torch.from_numpy(np.array(known))
-    with quiet_pillow():
-        values = compute()
-    with atomic_file(path) as file:
-        np.save(file, values.numpy())
-    return values
-
-
-def _compared(row: Measured, baseline: Measured | None, part: str) -> dict[str, Any]:
-    """Return figures as they are published, and their paired differences to the untouched pipeline with verdicts.
-
-    The difference of a Frechet distance is that of infinitely many images. Metrics say which values are better.
-    """
-    rows: dict[str, Any] = {}
-    figures: dict[str, Known] = getattr(row, part)
-    for name, known in figures.items():
-        estimate, better, limit = known.estimate, known.better, known.limit
-        rows[name] = {"value": estimate.value, "interval": known.interval or estimate.interval()}
-        rows[name] |= {"better": better} if part == "metrics" else {}
-        if known.compares:
-            rows[name]["compares"] = True
-        elif baseline is not None:
-            other: Known = getattr(baseline, part)[name]
-            moved = estimate - other.estimate
-            value, interval = moved.value, moved.interval()
-            if limit and other.limit:
-                value, interval = limit.limit_difference(other.limit)
-            said = verdict(interval, even_classes(row.images.classes), lower_is_better=better == "lower")
-            rows[name]["difference"] = {"value": value, "interval": interval, **({"verdict": said} if better else {})}
-            rows[name]["difference"] |= {"images": "infinite"} if limit else {}
-    return rows
+        if kept is not None and len(kept) == len(images.paths) and odd(kept) is None:
+            return kept
+        metric.reads(images.texts)
+        found, sides = list[Tensor](), [each.stacks() for each in (images, baseline) if each is not None]
+        with quiet_pillow():
+            for start in range(0, len(images.texts), AT_ONCE):
+                prompts = images.texts[start : start + AT_ONCE]
+                ours, *others = (torch.stack([next(side) for _ in prompts]) for side in sides)
+                found.append(metric.measure(Batch(ours, prompts, *others)).cpu())
+                if self.progress:
+                    self.progress(f"{images.name}, {metric.name}", start + len(prompts), len(images.texts))
+        values = torch.cat(found).double()
+        if (wrong := odd(values)) is not None:
+            said = f"metric {metric.name!r} of image {wrong} of row {images.name!r} is {values[wrong]}"
+            raise ElfattError(f"{said}; accepted are numbers between -{_LARGEST:g} and {_LARGEST:g}.")
+        with atomic_file(path) as file:
+            np.save(file, values.numpy())
+        return values
 
 
 class Scale:
@@ -301,83 +314,59 @@ class Scale:
         # what distances need of the reference, whatever the row
         self.target = Target(reference.mean, reference.covariance)
         self.within = None if reference.sample is None else kernel_within(reference.sample)
+        self.chunks = dict[str, list[Path]]()  # the files of features of each row
 
     def extract(self, images: Images, progress: Progress | None = None) -> None:
-        path = self._path(images)
-        if by_first(lambda: (found := self._read(images)) is not None and is_finite(found)):
-            return
-        parts = path.with_suffix(".parts")
-        chunks = extract(images, self.extractor, parts, progress=progress, name=images.name)
+        """Compute the features of a row, or take those that are kept; all processes must call this."""
+        key = sha256_of_data([images.identity, self.extractor.identity])[:16]
+        folder = self.cache / f"{images.name}-{self.extractor.name}-{key}"
+        self.chunks[images.name] = extract(images.source(), self.extractor, folder, progress=progress, name=images.name)
 
-        def join() -> None:
-            chunks.join(path)
-            shutil.rmtree(parts, ignore_errors=True)  # with what a killed process left half-written there
+    def features(self, images: Images) -> Tensor:
+        """Features `[n * frames, d]` of a row."""
+        return torch.cat([read_chunk(path)[0] for path in self.chunks[images.name]])
 
-        by_first(join)
-
-    def features(self, images: Images) -> Array:
-        """Features `[n * frames, d]` of a row, memory-mapped float32."""
-        found = self._read(images)
-        if found is None:
-            raise ElfattError(f"{self._path(images)} is damaged; score the run again.")
-        return found
-
-    def _read(self, images: Images) -> Array | None:
-        found = read_array(self._path(images), self.extractor.dimension)
-        return found if found is not None and len(found) == len(images) else None
-
-    def _path(self, images: Images) -> Path:
-        key = sha256_of_data([images.identity, self.extractor.identity])
-        return self.cache / f"{images.name}-{self.extractor.name}-{key[:16]}.npy"
-
-    def measure(self, row: Measured, wanted: Collection[str]) -> None:
-        """Add the Frechet distance and, where the reference has features, the kernel distance and wanted metrics."""
-        features, extractor = self.features(row.images), self.extractor
-        classes = [number for number in row.images.classes for _ in range(row.images.frames)]
+    def measure(self, images: Images, wanted: Collection[str]) -> dict[tuple[str, str], Known]:
+        """Return the Frechet distance and, where the reference has features, kernel distance and wanted metrics."""
+        features, extractor = self.features(images), self.extractor
+        classes = [number for number in images.classes for _ in range(images.frames)]
         figures = frechet_figures(features, self.target, classes)
-        row.distances[self.distance_name] = Known(figures.published, limit=figures)
+        found = {("distances", self.distance_name): Known(figures.published, limit=figures)}
         sample, recipe = self.reference.sample, extractor.preprocessing
         if sample is None:
-            return
+            return found
         title = extractor.kernel_name + self.reference.metric_suffix
-        row.distances[title] = Known(kernel_distance(features, sample, classes, within=self.within))
+        found["distances", title] = Known(kernel_distance(features, sample, classes, within=self.within))
         if "prdc" in wanted:
             where = extractor.distance_name.removeprefix("FD-").replace("FID", "Inception", 1)
             for name, estimate in neighbour_figures(features, sample, classes).items():
-                row.metrics[f"{name} ({where})"] = Known(estimate, "higher")
+                found["metrics", f"{name} ({where})"] = Known(estimate, "higher")
         if "cmmd" in wanted and extractor.name == "clip":
             published = (recipe.get("crop"), extractor.dimension) == (336, 768)
             name = "CMMD" if published else f"CMMD ({str(recipe.get('sha256'))[:8]})"
-            row.metrics[name] = Known(cmmd(features, sample, classes))
+            found["metrics", name] = Known(cmmd(features, sample, classes))
+        return found
 
 
-def pair_changes(
-    images: Images, baseline: Images, cache: Path, device: torch.device, progress: Progress | None = None
-) -> Tensor:
-    """PSNR (dB) and SSIM `[n, 2]` of each image to the baseline's of the same index; kept in the cache.
+def pair_changes(device: torch.device) -> ImageMetric:
+    """PSNR (dB) and SSIM `[n, 2]` of each image to the baseline's of the same index.
 
     The PSNR is infinite where an image equals the baseline's in every pixel, and only there. That of a clip is over
     all its frames at once; its SSIM is the mean over frames.
     """
     from torchmetrics.functional.image import peak_signal_noise_ratio
 
-    count, place = len(images.paths), device if has_float64(device) else torch.device("cpu")
+    place = device if has_float64(device) else torch.device("cpu")
 
-    def compute() -> Tensor:
-        sides, rows = [images.stacks(), baseline.stacks()], []
-        for start in range(0, count, PAIR_BATCH):
-            size = min(PAIR_BATCH, count - start)
-            mine, other = (torch.stack([next(side) for _ in range(size)]).to(place).double() for side in sides)
-            decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3, 4))
-            frames = structural_similarity(mine.flatten(0, 1), other.flatten(0, 1), data_range=255.0)
-            similarity = frames.view(size, -1).mean(1)  # in float32, equal flat images would be 0.999 alike
-            rows.append(torch.stack((decibels, similarity), 1).to("cpu", torch.float64))
-            if progress:
-                progress(f"{images.name}, PSNR and SSIM", start + size, count)
-        return torch.cat(rows)
+    def measure(batch: Batch) -> Tensor:
+        assert batch.untouched is not None
+        mine, other = (side.to(place).double() for side in (batch.images, batch.untouched))
+        decibels = peak_signal_noise_ratio(mine, other, data_range=255.0, reduction="none", dim=(1, 2, 3, 4))
+        # in float32, equal flat images would be 0.999 alike
+        frames = structural_similarity(mine.flatten(0, 1), other.flatten(0, 1), data_range=255.0)
+        return torch.stack((decibels, batch.by_image(frames)), 1)
 
-    key = sha256_of_data([PAIRS_FORMAT, images.identity, baseline.identity])[:16]
-    return _kept(cache / f"{images.name}-pairs-{key}.npy", compute, count, 2)
+    return ImageMetric("PSNR and SSIM", measure, {"format": PAIRS_FORMAT}, compares=True, shape=(2,))
 
 
 def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:
@@ -385,11 +374,11 @@ def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[s
     if not len(values):
         return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
     mean = ClassEstimate.mean(values, classes)
-    ends = mean.interval(least=low)
+    ends = mean.interval()
     quartiles = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
     return {
         "mean": mean.value,
-        "interval": None if ends is None else [ends[0], min(ends[1], high)],
+        "interval": None if ends is None else [max(ends[0], low), min(max(ends[1], low), high)],
         "median": quartiles[1],
         "quartiles": [quartiles[0], quartiles[2]],
         "lowest": values.min().item(),

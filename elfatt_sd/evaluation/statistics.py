@@ -1,16 +1,16 @@
 """Figures of features: intervals over classes, kernel distances, moments, and the files that hold them.
 
-All is float64 and without scipy; features may lie in memory-mapped files. Legend for shapes: n images, d features.
+All is computed in float64 and without scipy. Legend for shapes: n images, d features.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,9 +32,7 @@ ROWS_AT_ONCE = 1024  # of a piece of the kernel matrix
 WIDTH, CMMD_SCALE = 10.0, 1000  # of the Gaussian kernel, and of the distance with it
 NEIGHBOURS, PIECE = 5, 512  # as Naeem et al. have it; rows of a piece of the matrix of distances
 Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
-Features = Tensor | np.ndarray[Any, Any]  # in memory, or memory-mapped
-COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
-ROWS = 4096  # rows of a feature file that are in memory at once
+ROWS = 4096  # of features that are in float64 at once
 LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's interval takes, is still a number
 
 
@@ -80,7 +78,7 @@ class ClassEstimate:
             return None
         return math.sqrt(self.moves.square().sum(1).max().item() * self.classes / (self.classes - 1))
 
-    def interval(self, *, least: float = -math.inf, heavy: bool = False) -> Interval | None:
+    def interval(self, *, heavy: bool = False) -> Interval | None:
         """Interval of 95 % with Student's t for the figure's expectation; None with fewer than 2 classes."""
         error = self.standard_error()
         if error is None:
@@ -91,7 +89,7 @@ class ClassEstimate:
             squares = squares[squares.sum(1).argmax()]
             freedom = min(freedom, max(int(squares.sum() ** 2 / squares.square().sum()), 1))
         half = student_quantile(0.975, freedom) * error
-        return max(self.value - half, least), max(self.value + half, least)
+        return self.value - half, self.value + half
 
 
 def left_out(without: Tensor) -> Tensor:
@@ -144,7 +142,7 @@ def gaussian(rows: Tensor, others: Tensor) -> Tensor:
 
 
 def kernel_distance(
-    features: Features, reference: Features, groups: Groups, *, within: float | None = None, kernel: Kernel = polynomial
+    features: Tensor, reference: Tensor, groups: Groups, *, within: float | None = None, kernel: Kernel = polynomial
 ) -> ClassEstimate:
     """Unbiased squared maximum mean discrepancy with a kernel, and its derivative in every image.
 
@@ -157,10 +155,10 @@ def kernel_distance(
     count = len(features)
     blocks = -(-count // KERNEL_SAMPLE)
     own, across = (torch.zeros(count, dtype=torch.float64, device="cpu") for _ in range(2))
-    known = take(reference, slice(None))
+    known = reference.double()
     for block in range(blocks):
         rows = torch.arange(block, count, blocks, device="cpu")
-        images = take(features, rows)
+        images = features[rows].double()
         own[rows] = _mean_to_others(images, kernel)
         across[rows] = torch.cat([kernel(piece, known).mean(1) for piece in torch.split(images, ROWS_AT_ONCE)])
     projection = 2 * (own - across)
@@ -168,9 +166,9 @@ def kernel_distance(
     return ClassEstimate.linear(value, projection - projection.mean(), groups)
 
 
-def kernel_within(reference: Features, kernel: Kernel = polynomial) -> float:
+def kernel_within(reference: Tensor, kernel: Kernel = polynomial) -> float:
     """Mean kernel between different images of the reference `[m, d]`."""
-    return _mean_to_others(take(reference, slice(None)), kernel).mean().item()
+    return _mean_to_others(reference.double(), kernel).mean().item()
 
 
 def _mean_to_others(images: Tensor, kernel: Kernel) -> Tensor:
@@ -188,9 +186,9 @@ def _mean_to_others(images: Tensor, kernel: Kernel) -> Tensor:
     return total / (len(images) - 1)
 
 
-def cmmd(features: Features, reference: Features, groups: Groups) -> ClassEstimate:
+def cmmd(features: Tensor, reference: Tensor, groups: Groups) -> ClassEstimate:
     """CMMD (Jayasumana et al. 2024): 1000 times the squared discrepancy of unit features under a Gaussian kernel."""
-    found, known = (nn.functional.normalize(take(each, slice(None)), dim=1) for each in (features, reference))
+    found, known = (nn.functional.normalize(each.double(), dim=1) for each in (features, reference))
     distance = kernel_distance(found, known, groups, kernel=gaussian)
     return ClassEstimate(distance.value * CMMD_SCALE, distance.moves * CMMD_SCALE)
 
@@ -203,10 +201,10 @@ def cmmd(features: Features, reference: Features, groups: Groups) -> ClassEstima
 #     coverage  = mean over y of [some x has |x - y| <= r(y)]
 # Precision and density are means over images. Recall and coverage are not: their moves are what they lose or gain
 # without each class, its images neither there nor neighbours of others.
-def neighbour_figures(features: Features, reference: Features, groups: Groups) -> dict[str, ClassEstimate]:
+def neighbour_figures(features: Tensor, reference: Tensor, groups: Groups) -> dict[str, ClassEstimate]:
     """Return precision, recall, density and coverage, and how far each class of images moves them."""
     check_enough(min(len(features), len(reference)))
-    images, known = take(features, slice(None)).float(), take(reference, slice(None)).float()
+    images, known = features.float(), reference.float()
     classes, place = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True)
     radii = _nearest(known, NEIGHBOURS + 1)[0][:, -1]
     # of one class, no more are left out; the first neighbour is the image itself
@@ -262,10 +260,10 @@ class FeatureStatistics:
         self._scatter = torch.zeros(dimension, dimension, dtype=torch.float64, device="cpu")
 
     @classmethod
-    def of(cls, features: Features) -> FeatureStatistics:
-        """Stream over all rows of features `[n, d]`, in memory or memory-mapped."""
+    def of(cls, features: Tensor) -> FeatureStatistics:
+        """Of all rows of features `[n, d]`."""
         statistics = cls(features.shape[1])
-        for rows in batches(features):
+        for rows in torch.split(features, ROWS):
             statistics.update(rows)
         return statistics
 
@@ -312,51 +310,16 @@ def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
     return mean, covariance, count
 
 
-def check_covariance(path: Path, covariance: Tensor) -> Tensor:
-    """Return a covariance `[d, d]` of another tool, without what rounding left of asymmetry."""
-    largest, asymmetry = covariance.abs().max(), (covariance - covariance.T).abs().max()
-    symmetric = (covariance + covariance.T) / 2
-    values = torch.linalg.eigvalsh(symmetric)
-    wrong = ""
-    if asymmetry > COVARIANCE_ROUNDING * largest:
-        wrong = f"a sigma that is not symmetric (by {asymmetry:.3g})"
-    elif values[0] < -COVARIANCE_ROUNDING * values[-1].abs():
-        wrong = f"a sigma with the negative eigenvalue {values[0]:.3g}"
-    if wrong:
-        raise ElfattError(f"{path} has {wrong}; accepted is a covariance.")
-    return symmetric
-
-
-def load_plain(path: Path, mmap_mode: Literal["r"] | None = None) -> Any:
+def load_plain(path: Path) -> Any:
     if not os.path.isfile(path):  # a pipe would be waited for
         raise FileNotFoundError("it is not a plain file")
-    return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+    return np.load(path, allow_pickle=False)
 
 
-def read_array(path: Path, *shape: int, dtype: str = "float32") -> np.ndarray[Any, Any] | None:
-    """Return an array `[n, *shape]` of a `.npy` file, memory-mapped; None where there is none that is whole."""
+def read_array(path: Path, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """Return an array `[n, *shape]` of a `.npy` file; None where there is none that is whole."""
     try:
-        found: np.ndarray[Any, Any] = load_plain(path, mmap_mode="r")
+        found = torch.from_numpy(load_plain(path))
     except Exception:  # NumPy raises many kinds for damaged files
         return None
-    alike = isinstance(found, np.ndarray) and found.dtype == dtype and found.ndim and found.shape[1:] == shape
-    return found if alike and found.flags.c_contiguous else None  # in another order, sums would round otherwise
-
-
-def is_finite(features: np.ndarray[Any, Any]) -> bool:
-    return all((np.abs(features[start : start + ROWS]) < LARGEST).all() for start in range(0, len(features), ROWS))
-
-
-def batches(features: Features) -> Iterator[Tensor]:
-    """Cut features `[n, d]`, which may be memory-mapped, into float64 pieces of at most `ROWS` rows."""
-    for start in range(0, len(features), ROWS):
-        yield take(features, slice(start, start + ROWS))
-
-
-def take(features: Features, rows: slice | Tensor) -> Tensor:
-    """Read some rows of features `[n, d]`, which may be memory-mapped, as float64."""
-    if isinstance(features, np.ndarray):
-        features = torch.from_numpy(np.array(features[rows.numpy() if isinstance(rows, Tensor) else rows]))
-    else:
-        features = features[rows]
-    return features.to(torch.float64)
+    return found if found.dtype == dtype and found.dim() == 1 + len(shape) and found.shape[1:] == shape else None

@@ -189,7 +189,7 @@ class Projected:
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = tensors
 
-    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, ...]:
+    def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self._tensors
         return (q, k, v) if keys is None else (q, k.index_select(1, keys), v.index_select(1, keys))
 

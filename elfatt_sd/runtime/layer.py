@@ -299,9 +299,11 @@ def _hooks_of(module: Any) -> dict[str, Any]:
     return dict(getattr(getattr(module, "_diffusers_hook", None), "hooks", {}))
 
 
-def around_forward(module: Any, around: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
-    """Let a function decide what a module's forward returns, also in calls that have no hooks."""
-    forward, own = module.forward, module.__dict__.get("forward")
+def around_forward(
+    module: Any, around: Callable[[Callable[[], Any]], Any], name: str = "forward"
+) -> Callable[[], None]:
+    """Let a function decide what a module's forward, or another method, returns, also in calls that have no hooks."""
+    forward, own = getattr(module, name), module.__dict__.get(name)
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -309,11 +311,11 @@ def around_forward(module: Any, around: Callable[[Callable[[], Any]], Any]) -> C
 
     def put_back() -> None:
         if own is None:
-            del module.forward
+            delattr(module, name)
         else:
-            module.forward = own
+            setattr(module, name, own)
 
-    module.forward = wrapped
+    setattr(module, name, wrapped)
     return put_back
 
 

@@ -40,14 +40,9 @@ def little_garbage() -> None:
 
 
 @pytest.fixture(scope="session")
-def cpu() -> torch.device:
-    return torch.device("cpu")
-
-
-@pytest.fixture(scope="session")
-def model(cpu: torch.device) -> Model:
+def model() -> Model:
     """A UNet with two levels, seven self-attention layers and random weights."""
-    return Model(fill(empty_model(SMALL), cpu, torch.float32), 8)
+    return Model(fill(empty_model(SMALL), torch.device("cpu"), torch.float32), 8)
 
 
 @pytest.fixture

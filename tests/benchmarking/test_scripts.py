@@ -241,10 +241,10 @@ def test_a_suite_that_is_stopped_or_a_part_that_fails_keeps_its_rounds(
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_what_is_wrong_on_a_device_is_found(monkeypatch: pytest.MonkeyPatch, cpu: Any) -> None:
+def test_what_is_wrong_on_a_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A patched layer that is a little off, one that raises, and one that gives NaN."""
+    cpu, found = torch.device("cpu"), correctness._output
     model = Model(benchmarking.fill(empty_model(gpu_suite.TINY), cpu, torch.float32), 8)
-    found = correctness._output
 
     def output(own: Any, variant: Any, size: int) -> torch.Tensor:
         made = found(own, variant, size)

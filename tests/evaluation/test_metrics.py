@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from own_metrics import write_classifier, write_clip
 from PIL import Image
+from support import runs
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
@@ -21,9 +23,9 @@ from elfatt_sd.evaluation import features
 from elfatt_sd.evaluation import metrics as module
 from elfatt_sd.evaluation.extraction import Images
 from elfatt_sd.evaluation.features import Extractor, load_extractor, toy_attributes
-from elfatt_sd.evaluation.metrics import Batch, ImageMetric, MetricChoice, check_feature_metrics, load_metrics
+from elfatt_sd.evaluation.metrics import Batch, ImageMetric, MetricChoice, load_metrics
 from elfatt_sd.evaluation.protocols import Cell, Protocol
-from elfatt_sd.evaluation.score import Scorer
+from elfatt_sd.evaluation.score import Scorer, score_inputs
 from elfatt_sd.files import sha256_of_file
 from elfatt_sd.toy.features import load_feature_extractor
 
@@ -171,43 +173,44 @@ def test_what_is_refused(
         with pytest.raises(ElfattError, match=reason) as raised:
             load(**choice).measure(Batch(images(0), PROMPTS))
         assert "\n" not in str(raised.value)
-    with pytest.raises(ElfattError, match="needs CLIP's features"):
-        check_feature_metrics([MetricChoice("cmmd")], [])
+    for kind, reason in (("cmmd", "needs CLIP's features"), ("prdc", "needs features; give an extractor")):
+        with pytest.raises(ElfattError, match=reason):
+            score_inputs(runs.protocol(metrics=(MetricChoice(kind),)), [])
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torchvision" else object())
     with pytest.raises(ElfattError, match=r"pip install .*inception"):
         load(metric="lpips", weights=str(classifiers["alexnet"]))
 
 
-def row(folder: Path, name: str, lighter: int, classes: Any = range(40)) -> Images:
+def row(folder: Path, name: str, lighter: int) -> Images:
     """40 images of one grey each."""
     (folder / name).mkdir(parents=True)
     paths = [folder / name / f"{number}.png" for number in range(40)]
     for number, path in enumerate(paths):
         Image.new("RGB", (8, 8), (100 + 2 * number % 7 + lighter,) * 3).save(path)
-    return Images(name, paths, [sha256_of_file(path) for path in paths], classes, ["a cat"] * 40)
+    return Images(name, paths, [sha256_of_file(path) for path in paths], range(40), ["a cat"] * 40)
 
 
-@pytest.mark.parametrize(
-    ("better", "classes", "verdict"),
-    [
-        ("higher", range(40), "better"),
-        ("lower", range(40), "worse"),
-        ("", range(40), None),
-        ("higher", [0] * 9 + list(range(1, 32)), "too few classes to tell"),  # of uneven sizes
-    ],
-)
-def test_a_paired_difference_has_a_verdict(tmp_path: Path, better: Any, classes: Any, verdict: str | None) -> None:
+def test_a_paired_difference_has_a_verdict(tmp_path: Path) -> None:
     def scorer(*choices: MetricChoice) -> Scorer:
         protocol = Protocol("p", (Cell("sd", "SD", "sd", role="baseline"),), metrics=choices)
         return Scorer(protocol, load_metrics(choices, "cpu"), [], tmp_path)
 
-    judge = scorer(MetricChoice("own_metrics:brightness", better=better), MetricChoice("own_metrics:moved"))
-    light, dark = (judge.measure(row(tmp_path, *each, classes)) for each in (("light", 20), ("dark", 0)))
-    found, alone = judge.score(light, dark)["metrics"], judge.score(dark, None)["metrics"]
-    assert found["brightness"]["difference"]["value"] == pytest.approx(20)
-    assert found["brightness"]["difference"].get("verdict") == verdict
-    assert found["moved"]["value"] == pytest.approx(20)
-    assert "difference" not in alone["brightness"] and "moved" not in alone
+    uneven = [0] * 9 + list(range(1, 32))
+    cases: tuple[tuple[Any, Any, str | None], ...] = (
+        ("higher", range(40), "better"),
+        ("lower", range(40), "worse"),
+        ("", range(40), None),
+        ("higher", uneven, "too few classes to tell"),
+    )
+    images = [row(tmp_path, *each) for each in (("light", 20), ("dark", 0))]
+    for better, classes, verdict in cases:
+        judge = scorer(MetricChoice("own_metrics:brightness", better=better), MetricChoice("own_metrics:moved"))
+        light, dark = (judge.measure(replace(each, classes=classes)) for each in images)
+        found, alone = judge.score(light, dark)["metrics"], judge.score(dark, None)["metrics"]
+        assert found["brightness"]["difference"]["value"] == pytest.approx(20)
+        assert found["brightness"]["difference"].get("verdict") == verdict
+        assert found["moved"]["value"] == pytest.approx(20)
+        assert "difference" not in alone["brightness"] and "moved" not in alone
     with pytest.raises(ElfattError, match="of image 0 of row 'a' is"):
         scorer(MetricChoice("own_metrics:endless")).measure(row(tmp_path, "a", 0))
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.shown import describe_file, describe_part, draw_parts, origin, picture_line
+from benchmarks.shown import describe_file, describe_part, draw_parts, link, origin, picture_line
 from elfatt_sd.benchmarking.report import read_results, save
-from elfatt_sd.files import link
 from tools.pages.blocks import MISSING, check_markers, check_results, fill_blocks
 from tools.pages.goals import goals_table
 from tools.pages.short import short_calls

@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.shown import short_commit
+from benchmarks.shown import link, short_commit
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.report.tables import plural, to_markdown
-from elfatt_sd.files import link, place_of
+from elfatt_sd.files import place_of
 from tools.pages.blocks import MISSING, check_markers, check_results, fill_blocks
 from tools.pages.compare import compare_rows
 from tools.pages.short import short_study, study_table
