@@ -233,6 +233,8 @@ class Protocol:
         data = dataclasses.asdict(self)
         for cell, row in zip(self.cells, data["cells"], strict=True):
             row["config"] = cell.config().to_dict()
+            if not cell.reuse:  # it is younger than results that are published
+                del row["reuse"]
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(data))  # with lists for tuples
         return plain
 
@@ -249,11 +251,9 @@ class Protocol:
 
 def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in data.items() if key not in _REPORT_ONLY and (key, value) not in _UNGIVEN}
-    cells = [{key: value for key, value in cell.items() if (key, value) != ("reuse", [])} for cell in kept["cells"]]
     reference = kept.get("reference") or {}
     # `allow_count` lets a run go on; what it let pass stands in the metric's name
-    reference = {key: value for key, value in reference.items() if key != "allow_count"}
-    return {**kept, "cells": cells, "reference": reference}
+    return {**kept, "reference": {key: value for key, value in reference.items() if key != "allow_count"}}
 
 
 def differences(before: Any, now: Any) -> list[str]:
