@@ -19,9 +19,9 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.methods import Draws, Grid
 from elfatt_sd.phases import Phase
-from elfatt_sd.runtime.call import LayerCall
-from elfatt_sd.runtime.exact_run import ExactRun, image_of
+from elfatt_sd.runtime.call import LayerCall, image_of
 from elfatt_sd.runtime.layer import choose_layers
+from elfatt_sd.tuning.probe import ExactRun
 
 DRAWS = 4  # times that what is random is drawn
 Row = dict[str, Any]

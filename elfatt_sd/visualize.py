@@ -36,9 +36,8 @@ from elfatt_sd.methods import Attention, Prepared
 from elfatt_sd.patch import patches_of
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.plans import describe
-from elfatt_sd.runtime.call import LayerCall
+from elfatt_sd.runtime.call import LayerCall, image_of
 from elfatt_sd.runtime.denoiser import Patch
-from elfatt_sd.runtime.exact_run import image_of
 from elfatt_sd.runtime.joint_processor import Projected
 from elfatt_sd.runtime.layer import PatchedLayer, after_forward
 

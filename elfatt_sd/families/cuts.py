@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from elfatt_sd.phases import StepReuse, reused_steps
+
 OUTPUT = "output"  # the cut that leaves a call out as a whole
+History = dict[str, deque[tuple[int, dict[str, Tensor]]]]  # by cut: the latest steps that computed it, and the values
 
 
 class Taking:
@@ -155,9 +161,15 @@ def _parameters(kind: Any) -> tuple[str, ...]:
 class _Stand:
     """Stands in for the `forward` of a part, within those of hooks that bring its weights."""
 
-    def __init__(self, part: Part, forward: Callable[..., Any], find: Callable[[], Taking | None]) -> None:
-        self.part, self.forward, self.find = part, forward, find
-        functools.update_wrapper(self, forward)
+    def __init__(self, part: Part, find: Callable[[], Taking | None]) -> None:
+        holder: Any = part.module
+        name = "_old_forward" if hasattr(holder, "_old_forward") else "forward"
+        if references := _references(holder):
+            holder, name = references[0], "original_forward" if references[0].original_forward else "forward"
+        self.part, self.find, self.own = part, find, vars(holder).get(name)
+        self.forward = getattr(holder, name)
+        functools.update_wrapper(self, self.forward)
+        setattr(holder, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.find()
@@ -168,25 +180,61 @@ class _Stand:
             self.part.keep(args, kwargs, output, call)
         return output
 
+    def remove(self) -> None:
+        put_back(self.part.module, self, self.forward, self.own)
+
 
 def stand_in(part: Part, find: Callable[[], Taking | None]) -> Callable[[], None]:
     """Let a part be skipped in calls that take over; return what undoes it."""
-    module = part.module
-    references = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())
-    holder, name = module, "_old_forward" if hasattr(module, "_old_forward") else "forward"
-    if references:
-        holder, name = references[0], "original_forward" if references[0].original_forward else "forward"
-    own = vars(holder).get(name)
-    stand = _Stand(part, getattr(holder, name), find)
-    setattr(holder, name, stand)
+    return _Stand(part, find).remove
 
-    def undo() -> None:
-        for each in (module, *getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())):
-            for at, value in [*vars(each).items()]:
-                if value is stand:
-                    if own is None and at == "forward" and each is module:
-                        del module.forward
-                    else:
-                        setattr(each, at, stand.forward)
 
-    return undo
+def put_back(module: Any, stand: object, forward: Any, own: Any) -> None:
+    """Put a forward back for what stands in for it, also where accelerate or diffusers has wrapped that since."""
+    for holder in (module, *_references(module)):
+        for name, value in [*vars(holder).items()]:
+            if value is stand:
+                setattr(holder, name, forward)
+    if own is None and vars(module).get("forward") == forward:  # the class's
+        del module.forward
+
+
+def _references(module: Any) -> Sequence[Any]:
+    return getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())
+
+
+class Cuts:
+    """The cuts of a patched denoiser, and what a call takes over there: it is extrapolated from earlier steps."""
+
+    def __init__(self, reuse: tuple[StepReuse, ...], family: Any, module: Any) -> None:
+        self._reuse = reuse
+        self.orders = {each.cut: max(other.order for other in reuse if other.cut == each.cut) for each in reuse}
+        self.parts: dict[str, list[Part]] = {name: family.cut(module, name) for name in self.orders}
+
+    def skipped(self, cut: str) -> set[nn.Module]:
+        """Return the modules that are not run where a call takes over."""
+        run = {each for part in self.parts[cut] if part.runs is not None for each in part.runs.modules()}
+        return {each for part in self.parts[cut] for each in part.module.modules()} - run
+
+    def takings(self, step: int, steps: int, history: History) -> dict[str, Taking]:
+        """Return what a call takes over, by the name of its cut; or what it keeps, where a later one may."""
+        plan = reused_steps(self._reuse, steps)
+        now = plan[step]
+        if now is not None and len(history.get(now.cut, ())) > now.order:
+            return {now.cut: Taking(extrapolated(history[now.cut], now.order, step))}
+        return {later.cut: Taking() for later in plan[step + 1 :] if later is not None}
+
+
+@torch.no_grad()
+def extrapolated(known: Iterable[tuple[int, dict[str, Tensor]]], order: int, step: int) -> dict[str, Tensor]:
+    """Return the value in a step of the polynomial through the last `order + 1` known ones (Lagrange)."""
+    used = [*known][-order - 1 :]
+    if order == 0:
+        return used[0][1]
+    nodes = [node for node, _ in used]
+    weights = [math.prod((step - other) / (node - other) for other in nodes if other != node) for node in nodes]
+    found = {name: value * weights[-1] for name, value in used[-1][1].items()}
+    for weight, (_, values) in zip(weights, used[:-1], strict=False):
+        for name, value in found.items():
+            value.add_(values[name], alpha=weight)
+    return found

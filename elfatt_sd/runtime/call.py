@@ -123,29 +123,27 @@ class LayerCall:
         known = self.added[turn] if turn in self.added else None if kept is None else kept.restore()
         if known is not None:
             output = known if self.phase.attention.empty else add_difference(approximated(), known)
-        elif self.shares:
-            output, difference = self._measured(approximated, exact)
+        elif not self.shares:
+            output = exact(slice(None))
+        else:
+            rows, of_all = self.measured_rows, self.call.given.rows
+            if self.phase.attention.empty:
+                output = difference = exact(slice(None))
+            else:
+                output = approximated()
+                if rows == of_all or len(output) != of_all:  # some layers split their input
+                    difference = (whole := exact(slice(None))) - output
+                    output = whole
+                else:
+                    difference = exact(slice(-rows, None)) - output[-rows:]
+                    output = add_difference(output, difference)
             buffer = self.buffer if turn == 0 else None
             self.residuals[turn] = Residual.keep(difference.detach(), self.call.config.residuals, buffer)
-        else:
-            output = exact(slice(None))
         if self.call.repeats:
             self.added[turn] = known
         if self.call.last:  # what decodes the latents needs the memory
             self.residuals.pop(turn, None)
         return output
-
-    def _measured(self, approximated: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor]:
-        if self.phase.attention.empty:
-            output = exact(slice(None))
-            return output, output
-        output = approximated()
-        rows, of_all = self.measured_rows, self.call.given.rows
-        if rows == of_all or len(output) != of_all:  # some layers split their input
-            whole = exact(slice(None))
-            return whole, whole - output
-        difference = exact(slice(-rows, None)) - output[-rows:]
-        return add_difference(output, difference), difference
 
     @property
     def measured_rows(self) -> int:
@@ -240,6 +238,13 @@ def _key(inputs: Any) -> tuple[Any, ...]:
         else:
             found.append(value if isinstance(value, int | float | str) else None)
     return tuple(found)
+
+
+def image_of(output: Any, state: LayerCall) -> Tensor:
+    given: Tensor = output[0] if isinstance(output, tuple) else output
+    given = given.flatten(2).transpose(1, 2) if given.ndim == 4 else given
+    before = state.call.given.before if given.shape[1] > state.grid.tokens else 0
+    return given[:, before : before + state.grid.tokens].detach()
 
 
 def rounded(tensor: Tensor, phase: Phase) -> Tensor:

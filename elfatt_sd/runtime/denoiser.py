@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import sys
 import threading
 import types
 import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +22,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import refuse_tracing
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, family_of, find_denoisers, unwrap
-from elfatt_sd.families.cuts import Taking
+from elfatt_sd.families.cuts import OUTPUT, Cuts, Taking, put_back, stand_in
 from elfatt_sd.families.joint import forget_read
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.runtime import warn
@@ -38,7 +41,6 @@ from elfatt_sd.runtime.layer import (
 )
 from elfatt_sd.runtime.memory import AT_ONCE, ByPlace, RunDraws, check_differences, kept_bytes
 from elfatt_sd.runtime.processor import processor_for
-from elfatt_sd.runtime.reuse import Reuse
 from elfatt_sd.runtime.schedule import ANYWHERE, BEYOND, Position, Run, Schedule
 
 PATCH = "elfatt_patch"  # attribute of a patched UNet, transformer or ControlNet
@@ -123,14 +125,16 @@ class Patch:
         self._handles: list[Any] = []
         self._forward: _Forward | None = None
         self._around: list[nn.Module] = []
-        self._reuse: Reuse | None = None
+        self._cuts: Cuts | None = None
+        self._undo: list[Callable[[], None]] = []  # of the cuts
         if self.module is not None:
             self._family = family_of(self.module)
             self._around = modules_around(self.module, [layer.layer.name for layer in self.layers])
             for layer in self.layers:
                 layer.parts += reversed(modules_around(self.module, [layer.layer.name])[:-1])
             if config.reuse:
-                self._reuse = Reuse(config, self._family, self.module, whole)
+                reuse = tuple(replace(each, cut=OUTPUT) for each in config.reuse) if whole else config.reuse
+                self._cuts = Cuts(reuse, self._family, self.module)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "latest": None, "_calls": {}, "repeats": Repeats()}
@@ -152,8 +156,8 @@ class Patch:
         for part in self._around[1:]:
             self._handles.append(part.register_forward_pre_hook(self._before_part, with_kwargs=True))
         module = self.module
-        if self._reuse is not None:
-            self._reuse.install(self._taking)
+        for name, parts in self._cuts.parts.items() if self._cuts is not None else ():
+            self._undo += [stand_in(part, functools.partial(self._taking, name)) for part in parts]
         self._handles += [
             module.register_forward_pre_hook(self.before_call, with_kwargs=True),
             module.register_forward_hook(self.after_call, always_call=True),
@@ -170,9 +174,9 @@ class Patch:
         for layer in self.layers:
             layer.remove()
         if self._forward is not None:
-            self._forward.put_back()
-        if self._reuse is not None:
-            self._reuse.remove()
+            put_back(self.module, self._forward, self._forward.__wrapped__, self._forward.replaced)
+        while self._undo:
+            self._undo.pop()()
         delattr(self.module, PATCH)
 
     @staticmethod
@@ -206,19 +210,25 @@ class Patch:
         call = self.end()
         if call is not None and output is not None:
             self._warn_of_exact_layers(call)
-            if self._reuse is not None:
-                self._keep(call, self._reuse)
+            if self._cuts is not None:
+                self._keep(call, self._cuts.orders)
             if call.last or not call.scheduled:
                 forget_read()
             if self._is_compiled():
                 call.memory.own([call.matchings, *(state.residuals for state in call.states.values())])
 
-    def _keep(self, call: Call, reuse: Reuse) -> None:
+    def _keep(self, call: Call, orders: dict[str, int]) -> None:
+        """Keep what a call that computed everything leaves; of compiled code a copy, as that writes over it."""
         memory, place = call.memory, call.place
-        if not memory.history.get(place) and (needed := reuse.bytes_of(call.takings)):
+        kept = {name: taking.kept for name, taking in call.takings.items() if taking.taken is None and taking.kept}
+        history = memory.history.setdefault(place, {})
+        if kept and not history:
+            needed = sum((orders[name] + 1) * value.nbytes for name, own in kept.items() for value in own.values())
             memory.needs[place] = memory.needs.get(place, 0.0) + needed
             check_differences(self.schedule.run, self.config, call.given.sample.device)
-        reuse.keep(call.step, call.takings, memory, place, call.given.compiled)
+        for name, own in kept.items():
+            values = {key: value.clone() for key, value in own.items()} if call.given.compiled else own
+            history.setdefault(name, deque(maxlen=orders[name] + 1)).append((call.step, values))
         if call.last:  # what decodes the latents needs the memory
             memory.history.clear()
 
@@ -297,16 +307,17 @@ class Patch:
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
         call.last = 1 < position.steps == step + 1
         call.given = replace(given, timestep=None)  # a view of the schedule, which would keep its run
-        taken = self._reuse
-        if taken is not None and kept and not (given.differentiated or given.partial or given.whole):
-            call.takings = taken.takings(step, position.steps, memory, place)
-        skipped = taken.skipped_in(call.takings) if taken is not None else ()
+        skipped: set[nn.Module] = set()
+        if self._cuts is not None and kept and not (given.differentiated or given.partial or given.whole):
+            call.takings = self._cuts.takings(step, position.steps, memory.history.setdefault(place, {}))
+            for name, taking in call.takings.items():
+                skipped |= self._cuts.skipped(name) if taking.taken is not None else set()
         draws = self._run_draws(call, position, run)
         if draws is not None:
             draws.fill(step)
         for layer in self.layers:
             state = call.states[layer.index] = LayerCall(layer, call)
-            if id(layer.layer.attention) in skipped:
+            if layer.layer.attention in skipped:
                 state.outcome = "done"
                 continue
             if draws is not None and layer.index in draws.prepared:
@@ -411,12 +422,12 @@ class Patch:
             classes = ", ".join(sorted({type(layer.attention.processor).__name__ for layer in others}))
             self.warn("displaced", count=len(others), classes=classes, first=others[0].name)
         config, (step, steps, scheduled) = self.config, position
-        if not (self._reuse or any(not phase.exact for phase in config.all_phases)):
+        if not (self._cuts or any(not phase.exact for phase in config.all_phases)):
             return
         if scheduled:
             if step == run.first and not config.approximates(step, steps):
                 self.warn("idle", first=step + 1, steps=steps)
-        elif self._reuse or any(phase.residual_steps > 1 for phase in config.all_phases):
+        elif self._cuts or any(phase.residual_steps > 1 for phase in config.all_phases):
             self.warn("no schedule")
         elif position not in (ANYWHERE, BEYOND) and not torch.is_grad_enabled() and self.layers[0].layer.joint:
             self.warn("noise level")
@@ -448,16 +459,16 @@ class _Forward:
     def __init__(self, patch: Patch, module: Any) -> None:
         self._patch = patch
         self._module = module
-        self._replaced = vars(module).get("forward")  # a wrapper of somebody's; None for the class's own
+        self.replaced = vars(module).get("forward")  # a wrapper of somebody's; None for the class's own
 
     @property
     def __wrapped__(self) -> Any:
-        return types.MethodType(type(self._module).forward, self._module) if self._replaced is None else self._replaced
+        return types.MethodType(type(self._module).forward, self._module) if self.replaced is None else self.replaced
 
     def _compute(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._replaced is None:
+        if self.replaced is None:
             return type(module).forward(module, *args, **kwargs)
-        return self._replaced(*args, **kwargs)
+        return self.replaced(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         patch = self._patch
@@ -478,13 +489,3 @@ class _Forward:
             if begins:
                 patch.after_call(self._module, args, output)
         return output
-
-    def put_back(self) -> None:
-        """Put back what it stands for, also where accelerate or diffusers has wrapped it since."""
-        registry = getattr(self._module, "_diffusers_hook", None)
-        for holder in (self._module, *getattr(registry, "_fn_refs", ())):
-            for name, value in vars(holder).items():
-                if value is self:
-                    setattr(holder, name, self.__wrapped__)
-        if self._replaced is None and vars(self._module).get("forward") == self.__wrapped__:
-            del self._module.forward

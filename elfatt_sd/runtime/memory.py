@@ -14,6 +14,7 @@ from elfatt_sd.attention.merging import Split, split_grid
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import beneath_transforms, memory_of
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.families.cuts import History
 from elfatt_sd.methods import Draws, Grid, Merge
 from elfatt_sd.phases import Kept
 from elfatt_sd.runtime.schedule import Run
@@ -224,8 +225,7 @@ class Memory:
         self.draws: dict[tuple[object, ...], RunDraws | None] = {}  # of the phase that goes on
         self.buffers: dict[object, Residual | None] = {}  # that compiled code fills with differences
         self.needs: dict[tuple[int, ...], float] = {}  # bytes of differences, by the place of a call
-        # what steps take over from earlier ones, by the place of a call and by cut: see `runtime.reuse`
-        self.history: dict[tuple[int, ...], dict[str, list[tuple[int, dict[str, Tensor]]]]] = {}
+        self.history: dict[tuple[int, ...], History] = {}  # what steps take over from earlier ones, by a call's place
         self._firsts: list[tuple[tuple[int, ...], Tensor]] = []  # calls of this step that measure, and their input
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self._step = -1

@@ -21,16 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elfatt_sd.config import PatchConfig
+from elfatt_sd.config import LayerPhases, PatchConfig
 from elfatt_sd.errors import ElfattError, is_out_of_memory
-from elfatt_sd.families import find_denoisers
+from elfatt_sd.families import find_denoisers, takes_steps
 from elfatt_sd.measure import Stopwatch, timed
 from elfatt_sd.methods import Draws, Merge, attentions, is_own
 from elfatt_sd.phases import DENSE, EXACT, Narrower, Phase
-from elfatt_sd.runtime.call import Call, LayerCall
-from elfatt_sd.runtime.exact_run import ExactRun, image_of
-from elfatt_sd.runtime.layer import fits
+from elfatt_sd.runtime.call import Call, LayerCall, image_of
+from elfatt_sd.runtime.denoiser import Owner, Patch
+from elfatt_sd.runtime.layer import after_forward, choose_layers, device_of, fits
 from elfatt_sd.runtime.memory import copies_of
+from elfatt_sd.runtime.schedule import Schedule
 
 RATIOS = (0.5, 0.7)  # of tokens that are merged before exact attention
 SHARED = (1, 2, 4, 8)  # steps that share a difference to exact attention, or a whole output
@@ -42,6 +43,11 @@ REUSED = -1  # in place of an approximation's number: the output of an earlier s
 _FASTER = 0.95  # of the time of something else, from which on a dtype counts as faster
 _TIMED = 3  # times that a dtype is timed
 _MORE_PRECISE_FIRST: tuple[Narrower, ...] = ("float16", "bfloat16")
+_PLACEHOLDER = PatchConfig(
+    "probe", residual_limit=10**6, per_layer=(LayerPhases("*", (Phase(1.0, "reuse", residual_steps=2),)),)
+)
+AfterLayer = Callable[[LayerCall, Callable[[], Any], Any], None]
+AfterCall = Callable[[Call, Callable[[], Any], Any], None]
 _Key = tuple[str, tuple[int, int], int]  # a layer, which of its calls in the step, and an approximation
 
 
@@ -204,6 +210,79 @@ class Stretch:
     def groups(self, shared: int) -> list[int]:
         inner = (step for step in range(self.first + 1, self.last + 1) if step % shared == 0)
         return [end - start for start, end in itertools.pairwise([self.first, *inner, self.last + 1])]
+
+
+class ExactRun:
+    """Watches all self-attention layers within a `with` block, while a pipeline runs; the exact output goes on."""
+
+    def __init__(
+        self,
+        pipe: Any,
+        denoisers: Mapping[str, nn.Module],
+        after_layer: AfterLayer,
+        after_call: AfterCall | None = None,
+    ) -> None:
+        chosen = choose_layers(dict(denoisers), _PLACEHOLDER)
+        self._schedule = Schedule(Owner(pipe))
+        self._patches = {
+            name: Patch(_PLACEHOLDER, chosen[name], denoiser, self._schedule) for name, denoiser in denoisers.items()
+        }
+        self._after_layer, self._after_call = after_layer, after_call
+        self._undo = contextlib.ExitStack()
+        self._busy = False
+
+    @property
+    def steps(self) -> int:
+        return self._schedule.run.steps
+
+    def __enter__(self) -> ExactRun:
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+            for name, patch in self._patches.items():
+                patch.install()
+                undo.callback(patch.remove)
+                patch.watched, patch.pays = True, lambda *_: False  # every layer stays exact
+                for layer in patch.layers:
+                    after = functools.partial(self._after, layer, "state", self._after_layer)
+                    undo.callback(after_forward(layer.layer.attention, after))
+                if self._after_call is not None and takes_steps(name):
+                    after = functools.partial(self._after, patch, "call", self._after_call)
+                    undo.callback(after_forward(patch.module, after))
+            self._undo = undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.close()
+
+    def approximate(
+        self,
+        state: LayerCall,
+        again: Callable[[], Any],
+        phase: Phase,
+        step: int,
+        config: PatchConfig = _PLACEHOLDER,
+        ahead: Any = None,
+    ) -> Any:
+        """Return what a layer gives in place of its exact output; nothing is carried over from other layers."""
+        states, call = state.call.states, Call(config, step)
+        call.given = state.call.given
+        states[state.index] = own = LayerCall(state.patched, call, state.grid)
+        try:
+            own.begin(phase, step, device_of(state.patched.parts, call.given.sample.device), ahead)
+            own.block_input = state.block_input
+            return again()
+        finally:
+            states[state.index] = state
+
+    def _after(self, own: Any, now: str, tell: Callable[..., None], again: Callable[[], Any], output: Any) -> None:
+        """Tell of a call of a module that is over, but not of those that are made to measure."""
+        found = None if self._busy else getattr(own, now)
+        if found is not None and (now == "call" or found.grid.tokens):
+            self._busy = True
+            try:
+                tell(found, again, output)
+            finally:
+                self._busy = False
 
 
 class Probe(ExactRun):

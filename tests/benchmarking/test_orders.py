@@ -22,7 +22,7 @@ from elfatt_sd.benchmarking.report import Session, markdown, save
 from elfatt_sd.config import LayerPhases, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers, main_denoiser
-from elfatt_sd.runtime.exact_run import ExactRun
+from elfatt_sd.tuning.probe import ExactRun
 
 PROMPTS = ["a cat", "a dog"]
 BLOCKS = PatchConfig("blocks", (Phase(1.0, "block", block_size=16),))

@@ -17,9 +17,8 @@ import elfatt_sd
 from elfatt_sd import PatchConfig, Phase, StepReuse
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, main_denoiser
-from elfatt_sd.families.cuts import Taking, stand_in
+from elfatt_sd.families.cuts import Taking, extrapolated, stand_in
 from elfatt_sd.phases import reused_steps
-from elfatt_sd.runtime.reuse import extrapolated
 
 UNET = {"prompt_embeds": tiny_transformers.embeds(width=32), "height": 32, "width": 32, "output_type": "latent"}
 
