@@ -129,21 +129,21 @@ def test_a_stopped_tuning_goes_on(
     assert len(drawn) <= 3 and not measured and kept == [8], "the first image again, twice, and a step for the pace"
 
 
-def test_a_speed_is_kept_to(small: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_speed_is_kept_to(pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be had is told with figures; what is only predicted to be too slow is tried."""
     two = asked | {"steps": 2}
-    assert tune(small, speed=1.05, **two).proof.point.times >= 1.05
+    assert tune(pipe, speed=1.05, **two).proof.point.times >= 1.05
     reached = r"speed=50 is not reached: the fastest choice is (\d\.\d+) times as fast as untouched, at PSNR (\d+\.\d)"
     with pytest.raises(ElfattFailure, match=reached) as told:
-        tune(small, speed=50, **two)
+        tune(pipe, speed=50, **two)
     fastest, mean = map(float, re.match(reached, str(told.value)).groups())
     with pytest.raises(ElfattFailure, match=r"cannot be promised on held-out images; the nearest choice is"):
-        tune(small, closeness=mean + 3, speed=fastest - 0.02, **two)
-    assert not elfatt_sd.is_patched(small)
+        tune(pipe, closeness=mean + 3, speed=fastest - 0.02, **two)
+    assert not elfatt_sd.is_patched(pipe)
     curve = Predictor.curve
     halved = lambda *given: [dataclasses.replace(each, saved=each.saved / 2) for each in curve(*given)]  # noqa: E731
     monkeypatch.setattr(Predictor, "curve", halved)
-    assert tune(small, speed=fastest - 0.1, **two).proof.point.times >= fastest - 0.1
+    assert tune(pipe, speed=fastest - 0.1, **two).proof.point.times >= fastest - 0.1
 
 
 def test_a_machine_that_becomes_slower_changes_no_speed(
