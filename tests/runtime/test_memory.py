@@ -256,7 +256,7 @@ def test_all_calls_of_a_step_count() -> None:
     run(num_inference_steps=12)
     assert kept[0] and not any(kept[2:]), "both are held in the step of the change alone"
     elfatt_sd.apply_patch(pipe, SHARED, residual_limit=2.01 * ONE)
-    with pytest.raises(ElfattError, match="residual_steps would keep"):
+    with pytest.raises(ElfattError, match="residual_steps and reuse would keep"):
         run(num_inference_steps=12)
 
 
