@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
+from support import tiny_pipelines as tiny
 
 from elfatt_sd import benchmarking
 from elfatt_sd.benchmarking import Model, fill
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.families.shapes import Shape, empty_model
 
-_SMALL: dict[str, Any] = {
-    "sample_size": 16,
-    "block_out_channels": (16, 32),
-    "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-    "attention_head_dim": 2,
-    "cross_attention_dim": 16,
-    "norm_num_groups": 8,
-    "layers_per_block": 1,
-}
-_SMALL_XL: dict[str, Any] = {
-    **_SMALL,
-    "addition_embed_type": "text_time",
-    "addition_time_embed_dim": 8,
-    "projection_class_embeddings_input_dim": 64,
-}
-SMALL, SMALL_XL = (Shape("UNet2DConditionModel", config, {}, channels=4) for config in (_SMALL, _SMALL_XL))
+_XL = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64}
+SMALL, SMALL_XL = (Shape("UNet2DConditionModel", {**tiny.unet().config, **more}, {}, channels=4) for more in ({}, _XL))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +26,7 @@ def little_garbage() -> None:
 
 @pytest.fixture(scope="session")
 def model() -> Model:
-    """A UNet with two levels, seven self-attention layers and random weights."""
+    """A UNet with seven self-attention layers on three levels and random weights."""
     return Model(fill(empty_model(SMALL), torch.device("cpu"), torch.float32), 8)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import runner
+from support.checks import runner, stopped_at
 from torch import Tensor
 
 import elfatt_sd
@@ -141,7 +141,7 @@ def test_random_orders_are_drawn_several_times(pipe: Any) -> None:
         assert len({*own}) == 4 and row["error"] == pytest.approx(sum(own) / 4)
 
 
-def test_orders(pipe: Any, loaded: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orders(pipe: Any, loaded: dict[str, Any], tmp_path: Path) -> None:
     """How tables look is tried with those that are published; a run that is stopped has the steps before."""
     loaded["pipe"] = pipe
     results = orders("x", methods=[BLOCKS, SPREAD], **SOME)
@@ -151,16 +151,9 @@ def test_orders(pipe: Any, loaded: dict[str, Any], tmp_path: Path, monkeypatch: 
     own = [row["error"] for row in results["rows"] if row["method"] == "blocks"]
     assert table.read_text().splitlines()[2].startswith(f"| blocks | {sum(own) / len(own):.3f} |")
     assert plot.read_bytes().startswith(b"\x89PNG")
-    original, session, before = ExactRun.approximate, Session(), draw(pipe)
+    session, before = Session(), draw(pipe)
     hooks = sum(len(module._forward_pre_hooks) for module in pipe.unet.modules())
-
-    def approximate(run: ExactRun, state: Any, again: Any, phase: Phase, step: int, config: PatchConfig) -> Any:
-        if step == 2:
-            raise KeyboardInterrupt
-        return original(run, state, again, phase, step, config)
-
-    monkeypatch.setattr(ExactRun, "approximate", approximate)
-    with pytest.raises(KeyboardInterrupt):
+    with stopped_at(ExactRun, "approximate", lambda run, state, again, phase, step, config: step == 2):
         orders("x", methods=[BLOCKS, SPREAD], session=session, **SOME)
     assert {row["step"] for row in session.results["rows"]} == {0}
     assert torch.equal(draw(pipe), before) and not elfatt_sd.is_patched(pipe)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import counting
 from support.commands import ROOT
 
 from benchmarks import correctness, gpu_suite
@@ -85,9 +86,8 @@ def test_a_graph_holds_its_own_matching(
     model: Model, changes: dict[str, Any], matchings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is captured must match anew where a call does, and must not where steps share a matching."""
-    made: list[int] = []
+    made = counting(monkeypatch, state_module, "find_candidates")
     captured: list[int] = []
-    find_candidates = state_module.find_candidates
 
     @contextmanager
     def capturing(graph: Any) -> Iterator[None]:
@@ -95,7 +95,6 @@ def test_a_graph_holds_its_own_matching(
         yield
         captured.append(len(made))
 
-    monkeypatch.setattr(state_module, "find_candidates", lambda *args: (made.append(1), find_candidates(*args))[1])
     pretend(monkeypatch, capturing, replay=made.clear)
     variant = Variant("patch", varied("tome", **changes))
     call = graphed_call(variant.install(copy_structure(model.unet)), model.inputs(64, 2), variant)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.checks import counting
 from support.commands import PROMPT, ROOT, call, draw, files, pixels
 
 from elfatt_sd.config import PatchConfig
@@ -44,14 +45,13 @@ def test_bench_prints_and_saves_and_counts_its_calls(tmp_path: Path, monkeypatch
 
 
 def test_what_is_finished_stays_when_it_is_stopped(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    drawn, left = Studio.draw, iter([1, 2])
+    left = iter([1, 2])
 
-    def third_is_interrupted(self: Studio, *given: Any, **named: Any) -> Any:
+    def interrupt_the_third(*_: Any) -> None:
         if next(left, None) is None:
             raise KeyboardInterrupt
-        return drawn(self, *given, **named)
 
-    monkeypatch.setattr(Studio, "draw", third_is_interrupted)
+    counting(monkeypatch, Studio, "draw", interrupt_the_third)
     methods = ["--method", "agent", "--method", "tome"]
     result = call("try", model, "a", "red", "star", *methods, "--steps", 2, "--out", tmp_path)
     assert (result.exit_code, result.stderr) == (130, "error: stopped; what was finished stays\n")

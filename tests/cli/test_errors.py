@@ -156,15 +156,3 @@ def test_what_has_no_good_effect_is_warned_of_once(model: Path, tmp_path: Path) 
     assert "warning: the model is made for images of 32x32; expect poor ones at 8x8.\n" in said
     assert said.count("warning: method 'tome' has no setting agents.\n") == 1
     assert "warning: negative_prompt has no effect with guidance=1" in said
-
-
-@pytest.mark.filterwarnings("default::UserWarning")
-def test_a_size_that_cannot_fit_is_warned_of_and_fails_in_one_line(model: Path, tmp_path: Path) -> None:
-    side = 2**23
-    words = ["--model", model, "--steps", 1, "--out", tmp_path / "out", "--height", side, "--width", side]
-    result = call("generate", PROMPT, *words)
-    assert result.exit_code == 1
-    warning, error = result.stderr.splitlines()
-    assert warning.startswith(f"warning: an image of {side}x{side} needs about ") and "are free on cpu" in warning
-    assert error.startswith("error: out of memory: ") and "give a smaller height and width" in error
-    assert files(tmp_path) == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from support.checks import set_clock
+from support.checks import counting, set_clock
 from support.commands import PROMPT, break_decoder, call, draw, files, pixels
 
 import elfatt_sd
@@ -19,7 +19,6 @@ from elfatt_sd.drawing import compare as comparing
 from elfatt_sd.drawing.studio import Request, Studio
 from elfatt_sd.loading import make_scheduler
 from elfatt_sd.runtime.autotune import Tuner
-from elfatt_sd.runtime.call import LayerCall
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
 FIRST = "0001-a-red-star"
@@ -141,16 +140,10 @@ def test_images_that_are_written_are_let_go(model: Path, tmp_path: Path, monkeyp
 def test_autotune_measures_the_size_that_is_drawn(
     model: Path, tmp_path: Path, own_cache: Path, monkeypatch: Any
 ) -> None:
-    measured, decide = set[tuple[int, ...]](), Tuner.decide
-
-    def seen(tuner: Tuner, state: LayerCall, *given: Any) -> Any:
-        measured.add(state.grid)
-        return decide(tuner, state, *given)
-
-    monkeypatch.setattr(Tuner, "decide", seen)
+    measured = counting(monkeypatch, Tuner, "decide", lambda tuner, state, *_: state.grid)
     monkeypatch.setattr("elfatt_sd.runtime.autotune.timed", lambda *_: 1.0)  # a decision is kept where rounds agree
     draw(model, tmp_path / "out", "--autotune", "--compare", "--height", 64, "--width", 48)
-    assert measured == {(1, 32, 24)} and record_of(tmp_path / "out" / f"{FIRST}.png")["autotune"] is True
+    assert {*measured} == {(1, 32, 24)} and record_of(tmp_path / "out" / f"{FIRST}.png")["autotune"] is True
     assert (own_cache / "autotune.json").exists()
     saved = tmp_path / "saved.json"
     shown = call("patch", model, "--autotune", "--json", "--save", saved, "--height", 64, "--width", 48)

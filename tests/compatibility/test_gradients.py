@@ -12,6 +12,7 @@ import torch
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
 from support.checks import ALL_KEYS, inputs, recorded, with_effect
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import elfatt_sd
@@ -147,11 +148,7 @@ def drawn(name: str) -> tuple[Any, list[Any]]:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: cast(each, dtype) for key, each in value.items()}
-    return type(value)(cast(each, dtype) for each in value) if isinstance(value, list | tuple) else value
+    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
 
 
 def gradient_of(model: Any, student: list[Any], teacher: Any = ()) -> torch.Tensor:
@@ -161,8 +158,7 @@ def gradient_of(model: Any, student: list[Any], teacher: Any = ()) -> torch.Tens
     with torch.no_grad():
         for given in teacher:
             model(**given)
-    made = [each for output in outputs for each in (output if isinstance(output, list) else [output])]
-    torch.stack([each.float().square().mean() for each in made]).sum().backward()
+    torch.stack([each.float().square().mean() for each in tree_leaves(outputs)]).sum().backward()
     weights = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
     return torch.cat([each.flatten().float() for each in weights])
 

@@ -18,7 +18,7 @@ import diffusers
 import pytest
 import torch
 from support import tiny_pipelines as tiny
-from support.checks import generator, like
+from support.checks import counting, generator, like, steps
 from support.tiny_transformers import flow_scheduler, flux_transformer, made, runner
 
 import elfatt_sd
@@ -55,20 +55,8 @@ def shifted(pipe: Any, shift: float) -> Any:
 @contextlib.contextmanager
 def positions() -> Iterator[list[Position]]:
     """The positions of all calls while the block runs."""
-    found: list[Position] = []
-    begin = Patch.begin
-
-    def record(self: Patch, position: Position, *given: Any) -> None:
-        found.append(position)
-        begin(self, position, *given)
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Patch, "begin", record)
-        yield found
-
-
-def steps(count: int, calls: int = 1, first: int = 0) -> list[Position]:
-    return [Position(step, count) for step in range(first, count) for _ in range(calls)]
+        yield counting(patched, Patch, "begin", lambda patch, position, *_: position)
 
 
 @pytest.mark.parametrize(("name", "target"), [("Flux.1", "module"), ("Qwen-Image", "pipeline"), ("Wan", "copy")])
@@ -84,7 +72,7 @@ def test_each_run_is_counted_by_the_scheduler_that_draws(name: str, target: str)
     for each, count in ((second, 9), (pipe, 8), (second, 9), (pipe, 5), (shifted(pipe, 2.0), 7)):
         with positions() as found:
             image = of(each)(num_inference_steps=count)
-        assert found == steps(count, CALLS[name])
+        assert found == steps(count, calls=CALLS[name])
         assert each is not second or torch.equal(image, own)
 
 

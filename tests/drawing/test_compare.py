@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support import tiny_pipelines as tiny
-from support.checks import set_clock
+from support.checks import counting, set_clock
 
 from elfatt_sd.config import METHODS, PatchConfig
 from elfatt_sd.drawing import compare
@@ -109,8 +109,7 @@ def test_a_sheet_tells_of_a_busy_machine(pipe: Any, tmp_path: Path, monkeypatch:
     """The last untouched image of the second prompt takes longer than its equals."""
     monkeypatch.setattr(compare, "LEAST", 0.0)
     set_clock(monkeypatch, [*(9, 9, 2, 1, 2), *(2, 1, last)])  # the first prompt warms each method up
-    drawn: list[Any] = []
-    monkeypatch.setattr(compare, "side_by_side", lambda *given: drawn.append(given) or side_by_side(*given))
+    drawn = counting(monkeypatch, compare, "side_by_side", lambda *given: given)
     sheet, seen = (
         Sheet(lambda request: pipe, ["toy"], ["a cat", "a dog"], ["sd", "tome"], settings={"steps": 2}),
         list[str](),

@@ -190,7 +190,6 @@ def test_what_cannot_fit_is_warned_of(pipe: Any, monkeypatch: pytest.MonkeyPatch
         warn_if_too_large(pipe, 1024, 1024, rows=2, batch=500)
 
 
-@pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this diffusers does not have it")
 def test_clips_are_estimated_by_their_frames(needs: Needs) -> None:
     clips, _ = tiny_transformers.wan()
     clips.vae = None

@@ -16,15 +16,12 @@ from support import tiny_pipelines as tiny
 from torch import nn
 
 import elfatt_sd
-from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import (
     FAMILIES,
-    SelfAttention,
     find_denoisers,
     find_layers,
     is_denoiser,
-    select_layers,
     unwrap,
 )
 from elfatt_sd.families.shapes import SHAPES, Blueprint, Dimensions, Shape, dimensions_of_shape, empty_model
@@ -77,18 +74,14 @@ def test_grids_of_unets_are_those_that_arrive(name: str) -> None:
     assert tried
 
 
-def test_selection(unet: Any) -> None:
+def test_selection(folder: Path) -> None:
     """Levels count from the finest that has self-attention."""
-    attention = find_layers(unet)[0].attention
-    layers = [SelfAttention(str(place), attention, None, factor) for place, factor in enumerate((1, 1, 2, 4))]
-    for first, settings, expected in (
-        *((0, {}, [1, 1]), (0, {"levels": 2}, [1, 1, 2]), (0, {"levels": 9}, [1, 1, 2, 4])),
-        *((0, {"max_downsample": 1, "levels": 3}, [1, 1]), (0, {"max_downsample": 4}, [1, 1, 2, 4])),
-        *((2, {}, [2]), (2, {"max_downsample": 1}, []), (4, {}, [])),
-    ):
-        given = layers[first:]
-        chosen = select_layers(given, PatchConfig("any", **settings), sorted({layer.downsample for layer in given}))
-        assert [layer.downsample for layer in chosen] == expected
+    cases: list[tuple[dict[str, Any], set[int]]] = [({}, {1}), ({"levels": 2}, {1, 2}), ({"levels": 9}, {1, 2, 4})]
+    cases += [({"max_downsample": 1, "levels": 3}, {1}), ({"max_downsample": 4}, {1, 2, 4})]
+    coarse = tiny.sdxl(folder).unet
+    for unet, settings, chosen in (*((tiny.unet(), *case) for case in cases), (coarse, {}, {2})):
+        patched = {layer.name for layer in elfatt_sd.plan(unet, "tome", **settings).layers if layer.patched}
+        assert patched == {layer.name for layer in find_layers(unet) if layer.downsample in chosen}
 
 
 def test_what_is_a_denoiser(pipe: Any, unet: Any) -> None:

@@ -11,7 +11,7 @@ import diffusers
 import pytest
 import torch
 from support import tiny_pipelines as tiny
-from support.checks import IDS, SCHEDULERS, place, scheduler
+from support.checks import IDS, SCHEDULERS, place, scheduler, steps
 
 from elfatt_sd.families.base import FRACTION, RISING
 from elfatt_sd.runtime import schedule as module
@@ -29,10 +29,6 @@ def set_up(name: str = EULER, steps: int = 10, **extra: Any) -> Any:
 
 def of(chosen: Any) -> Schedule:
     return Schedule(lambda: chosen)
-
-
-def steps(count: int, first: int = 0, calls: int = 1) -> Found:
-    return [Position(step, count) for step in range(first, count) for _ in range(calls)]
 
 
 def locate(schedule: Schedule, values: Iterable[Any], unit: int | None = None) -> Found:

@@ -17,6 +17,7 @@ from support.checks import ACTIVE, FEW_KEYS, generator, recorded
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase, devices, visualize
@@ -68,10 +69,8 @@ class Machine:
 
             self.grid = family.grid(inner, latent)
             given = family.arguments(inner, self.grid, rows, fill)
-            output = module(**{**given, "return_dict": False})
-        while not isinstance(output, torch.Tensor):
-            output = output[0]
-        return output
+            made: torch.Tensor = tree_leaves(module(**{**given, "return_dict": False}))[0]
+        return made
 
 
 def _forget() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
 from support import tiny_pipelines as tiny
-from support.checks import SAMPLE, runner, state_of
+from support.checks import SAMPLE, counting, runner, state_of
 
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
@@ -151,11 +151,9 @@ def test_what_is_timed(
     A matching is timed in the first of the calls that share it alone; exact steps, by what guidance shares.
     """
     state, config = state_of(pipe, PatchConfig("x", (Phase(1.0, **phase),), **settings)), Phase(1.0, **phase)
-    originals, drawn, matched = list[int](), list[int](), list[int]()
-    original, draw, match = state.patched.original, Draws.uniform, layer_state.find_candidates
-    state.patched.original = lambda *given, **named: (originals.append(0), original(*given, **named))[1]
-    monkeypatch.setattr(Draws, "uniform", lambda self, *given: (drawn.append(0), draw(self, *given))[1])
-    monkeypatch.setattr(layer_state, "find_candidates", lambda *given: (matched.append(0), match(*given))[1])
+    originals = counting(monkeypatch, state.patched, "original")
+    drawn = counting(monkeypatch, Draws, "uniform")
+    matched = counting(monkeypatch, layer_state, "find_candidates")
     state.patched.patch.layers = state.patched.patch.layers * 3
 
     def record(untouched: Any, approximated: Any, device: torch.device) -> None:

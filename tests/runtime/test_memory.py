@@ -184,7 +184,6 @@ def test_no_difference_outlives_its_run() -> None:
 SHARED = PatchConfig("shared", (Phase(1.0, "sampled", keys=16, residual_steps=2),))
 LATE = PatchConfig("late", (Phase(0.5), Phase(1.0, "sampled", keys=16, residual_steps=2)))
 GUIDED = PatchConfig("guided", (Phase(1.0, "sampled", keys=16, residual_steps=2, residual_guidance=True),))
-WAN = pytest.mark.skipif(not hasattr(diffusers, "WanPipeline"), reason="this version of diffusers has no Wan")
 ONE = kept_bytes([(72, 24)] * 2, torch.float32, "device") / GIB  # of one call of the small Wan
 
 
@@ -244,7 +243,6 @@ def test_too_much_is_refused_in_the_first_step(pipe: Any, clip: bool) -> None:
         check_limit(pipe, run, config, rows * of_one)
 
 
-@WAN
 def test_all_calls_of_a_step_count() -> None:
     """Wan calls its transformer once more for guidance; a limit is that of both, and a second transformer counts."""
     pipe, run = tiny_transformers.wan()
@@ -258,11 +256,11 @@ def test_all_calls_of_a_step_count() -> None:
     run(num_inference_steps=12)
     assert kept[0] and not any(kept[2:]), "both are held in the step of the change alone"
     elfatt_sd.apply_patch(pipe, SHARED, residual_limit=2.01 * ONE)
-    with pytest.raises(ElfattError, match="residual_steps would keep"):
+    with pytest.raises(ElfattError, match="residual_steps and reuse would keep"):
         run(num_inference_steps=12)
 
 
-@pytest.mark.parametrize("family", ["unet", pytest.param("wan", marks=WAN)])
+@pytest.mark.parametrize("family", ["unet", "wan"])
 def test_guidance_shares_what_is_measured_with_the_prompt(pipe: Any, family: str) -> None:
     """In the step that measures, what has the prompt is exact; what has none is corrected by the same difference.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import ACTIVE, COLUMNS, ROWS, inputs, runner
+from support.checks import ACTIVE, COLUMNS, ROWS, counting, inputs, runner
 from torch import Tensor
 from torch.nn import functional
 
@@ -106,15 +106,8 @@ Seen = list[tuple[torch.dtype, bool]]
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """The dtype of every attention that PyTorch computes, and whether it is of tokens to themselves."""
-    calls: Seen = []
-    attend = functional.scaled_dot_product_attention
-
-    def spy(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        calls.append((q.dtype, q.shape[2] == k.shape[2]))
-        return attend(q, k, *args, **kwargs)
-
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    return calls
+    says = lambda q, k, *_: (q.dtype, q.shape[2] == k.shape[2])  # noqa: E731
+    return counting(monkeypatch, functional, "scaled_dot_product_attention", says)
 
 
 @torch.no_grad()

@@ -44,6 +44,27 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, seconds: Sequence[float]) -> None
     monkeypatch.setattr("elfatt_sd.measure.time", stopped)
 
 
+def counting(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, says: Any = lambda *given: 1) -> list[Any]:
+    """Have each call of a function add what it says of its arguments to a list."""
+    seen: list[Any] = []
+    original = getattr(place, name)
+    monkeypatch.setattr(place, name, lambda *given, **own: (seen.append(says(*given)), original(*given, **own))[1])
+    return seen
+
+
+@contextmanager
+def stopped_at(home: Any, name: str, where: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
+    """Stop the block where it comes to a function, perhaps only at some of its calls."""
+
+    def stop(*given: Any) -> None:
+        if where(*given):
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        counting(patched, home, name, stop)
+        yield
+
+
 class Work(TorchDispatchMode):
     """Counts copies, sorts, dense products, calls of fused attention, pairs of queries and keys; the largest tensor."""
 
@@ -208,6 +229,7 @@ ALL_KEYS = {
     "sampled": Phase(1.0, "sampled", keys=MANY, groups=1),
     "cell_spread": Phase(1.0, "cell_spread", block_size=MANY),
     "cell_spread, cells": Phase(1.0, "cell_spread", block_size=MANY, cell=4),
+    "cell_spread, one cell": Phase(1.0, "cell_spread", block_size=16, cell=MANY),
     "block": Phase(1.0, "block", block_size=MANY, block_order="windows"),
     "elfatt": Phase(1.0, "elfatt", block_size=MANY, agent_share=0.0),
 }
@@ -316,3 +338,8 @@ def scheduler(name: str, extra: dict[str, Any]) -> Any:
 
 def place(value: float) -> Position:
     return Position(int(999 - value), 1000, False)
+
+
+def steps(count: int, first: int = 0, calls: int = 1) -> list[Position | None]:
+    """The places of all calls of a run."""
+    return [Position(step, count) for step in range(first, count) for _ in range(calls)]

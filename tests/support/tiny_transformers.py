@@ -16,6 +16,7 @@ import pytest
 import torch
 from support import tiny_pipelines as tiny
 from support.checks import generator
+from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer, T5Config, T5EncoderModel
 
 from elfatt_sd.families import family_of
@@ -138,12 +139,11 @@ def calling(model: Any, given: dict[str, Any] | None = None) -> Callable[[], tor
     """Return what calls a bare model, by default with two rows of 6x4 tokens, and joins all that it returns."""
     arguments = given or family_of(model).arguments(model, Grid.image(6, 4), 2, torch.rand)
 
-    def flat(found: Any) -> torch.Tensor:
-        if isinstance(found, torch.Tensor):
-            return found.flatten()
-        return torch.cat([flat(each) for each in found if each is not None])
+    def call() -> torch.Tensor:
+        leaves = tree_leaves(model(**arguments, return_dict=False))
+        return torch.cat([each.flatten() for each in leaves if each is not None])
 
-    return torch.no_grad()(lambda: flat(model(**arguments, return_dict=False)))
+    return torch.no_grad()(call)
 
 
 # Families in their pipelines: no text encoder and, but for some, no VAE; for latents of embeddings.

@@ -33,7 +33,6 @@ from elfatt_sd.tuning.probe import (
     LayerFigures,
     Probe,
     Stretch,
-    bases,
     candidates,
     rows_of,
     stretches_of,
@@ -424,14 +423,3 @@ def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
     curve = [f"{choice.psnr:.4f} dB, {choice.saved:.3f} s" for choice in told.curve()]
     assert curve == snapshot(name="curve")
     assert {each.phase.residual_steps for each in candidates(BASES, 8, share=False)} == {1}, "which needs memory"
-
-
-def test_all_approximations_of_a_layer_have_one_dtype() -> None:
-    denoisers = {"unet": tiny.unet()}
-    rounded = bases(1024, denoisers, "bfloat16")
-    assert rounded[0] == DENSE["bfloat16"]
-    assert [phase.with_settings({"attention_dtype": None}) for phase in rounded[1:]] == bases(1024, denoisers)
-    found = candidates(rounded, 8, guided=True)
-    assert {each.phase.attention_dtype for each in found[1:]} == {"bfloat16"}, "also where a whole output is shared"
-    assert [each.phase.residual_steps for each in found if each.base == 0] == [1], "there is no difference to share"
-    assert len({each.phase for each in found}) == len(found)

@@ -58,30 +58,7 @@ def found(small: Any, asked: dict[str, Any], known: dict[str, Any]) -> Callable[
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The configurations that images were drawn with."""
-    made: list[Any] = []
-    shot = Runs._shot
-    monkeypatch.setattr(Runs, "_shot", lambda *given: (made.append(given[2]), shot(*given))[1])
-    return made
-
-
-@pytest.fixture
-def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Let tuning be stopped where it comes to a method of a class, perhaps only at some of its calls."""
-
-    @contextlib.contextmanager
-    def stop(home: Any, name: str, where: Callable[..., bool] = lambda *_: True) -> Iterator[None]:
-        original = getattr(home, name)
-
-        def stopped(*given: Any) -> Any:
-            if where(*given):
-                raise KeyboardInterrupt
-            return original(*given)
-
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(home, name, stopped)
-            yield
-
-    return stop
+    return checks.counting(monkeypatch, Runs, "_shot", lambda *given: given[2])
 
 
 @contextlib.contextmanager
@@ -129,17 +106,15 @@ def test_what_is_found_is_close_and_fast_as_said(small: Any, found: Callable[...
 
 @pytest.mark.usefixtures("own_cache")
 def test_a_stopped_tuning_goes_on(
-    small: Any, asked: dict[str, Any], drawn: list[Any], stop_at: Any, monkeypatch: pytest.MonkeyPatch
+    small: Any, asked: dict[str, Any], drawn: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was measured is not measured again, also for another budget; a dtype that is faster stays chosen."""
     monkeypatch.setattr(Probe, "_faster_dtype", lambda *_: "bfloat16")
     two = asked | {"steps": 8}  # stretches
-    with stop_at(Runs, "deviation", lambda _, step, *__: step > 0):
+    with checks.stopped_at(Runs, "deviation", lambda _, step, *__: step > 0):
         tune(small, closeness=30, **two)
     assert not elfatt_sd.is_patched(small)
-    measured: list[int] = []
-    deviation = Runs.deviation
-    monkeypatch.setattr(Runs, "deviation", lambda *given: (measured.append(given[1]), deviation(*given))[1])
+    measured = checks.counting(monkeypatch, Runs, "deviation", lambda *given: given[1])
     monkeypatch.setattr(Probe, "__enter__", None)  # layers are known
     drawn.clear()
     tuned = tune(small, closeness=40, **two)
@@ -149,7 +124,7 @@ def test_a_stopped_tuning_goes_on(
     assert "attention in bfloat16" in str(tuned)
     drawn.clear(), measured.clear()
     kept: list[int] = []
-    with stop_at(Search, "settle", lambda search: kept.append(len(search.held_out_untouched)) or True):
+    with checks.stopped_at(Search, "settle", lambda search: kept.append(len(search.held_out_untouched)) or True):
         tune(small, closeness=45, **two)
     assert len(drawn) <= 3 and not measured and kept == [8], "the first image again, twice, and a step for the pace"
 
@@ -318,12 +293,12 @@ def test_a_model_that_does_not_repeat_itself_is_said_to(small: Any, asked: dict[
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_where_it_is_stopped_the_pipeline_is_as_it_was(small: Any, asked: dict[str, Any], stop_at: Any) -> None:
+def test_where_it_is_stopped_the_pipeline_is_as_it_was(small: Any, asked: dict[str, Any]) -> None:
     elfatt_sd.apply_patch(small, "tome", ratio=0.3)
     run = checks.runner(small)
     before = run()
     for home, name in ((Probe, "_see_call"), (Runs, "draw_from"), (Search, "prove_config")):
-        with stop_at(home, name):
+        with checks.stopped_at(home, name):
             tune(small, closeness=20, **asked)
         assert torch.equal(run(), before), name
     elfatt_sd.remove_patch(small)
@@ -385,15 +360,13 @@ def test_what_cannot_be_compared_is_told_at_once(
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_what_is_kept_of_another_model_is_forgotten(
-    folder: Path, asked: dict[str, Any], drawn: list[Any], stop_at: Any
-) -> None:
+def test_what_is_kept_of_another_model_is_forgotten(folder: Path, asked: dict[str, Any], drawn: list[Any]) -> None:
     """Inputs and the weights around the denoiser are not in the name of the folder, and change every image."""
     pipe = tiny.sd15(folder)
 
     def images(**given: Any) -> int:
         drawn.clear()
-        with stop_at(Search, "measure_layers"):
+        with checks.stopped_at(Search, "measure_layers"):
             tune(pipe, closeness=20, **asked, **given)
         return len(drawn)
 
