@@ -9,12 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from elfatt_sd.config import METHODS, LayerPhases, Method, PatchConfig, Phase, Settings, StepReuse, known_method
+    from elfatt_sd.config import METHODS, Method, PatchConfig, known_method
     from elfatt_sd.devices import keep_freed_memory
     from elfatt_sd.errors import ElfattError
     from elfatt_sd.loading import load_pipeline
     from elfatt_sd.methods import Attention, Merge, register
     from elfatt_sd.patch import apply_patch, is_patched, patched, plan, remove_patch
+    from elfatt_sd.phases import LayerPhases, Phase, Settings, StepReuse
     from elfatt_sd.tuning import tune
 
 __version__ = "0.1.0"
@@ -44,33 +45,22 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept every name
-    _HOMES = {
-        "Attention": "methods",
-        "ElfattError": "errors",
-        "LayerPhases": "config",
-        "METHODS": "config",
-        "Merge": "methods",
-        "Method": "config",
-        "PatchConfig": "config",
-        "Phase": "config",
-        "Settings": "config",
-        "StepReuse": "config",
-        "apply_patch": "patch",
-        "is_patched": "patch",
-        "keep_freed_memory": "devices",
-        "known_method": "config",
-        "load_pipeline": "loading",
-        "patched": "patch",
-        "plan": "patch",
-        "register": "methods",
-        "remove_patch": "patch",
-        "tune": "tuning",
+    _NAMES = {
+        "config": ("METHODS", "Method", "PatchConfig", "known_method"),
+        "devices": ("keep_freed_memory",),
+        "errors": ("ElfattError",),
+        "loading": ("load_pipeline",),
+        "methods": ("Attention", "Merge", "register"),
+        "patch": ("apply_patch", "is_patched", "patched", "plan", "remove_patch"),
+        "phases": ("LayerPhases", "Phase", "Settings", "StepReuse"),
+        "tuning": ("tune",),
     }
 
     def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
+        home = next((home for home, names in _NAMES.items() if name in names), None)
+        if home is None:
             raise AttributeError(f"module 'elfatt_sd' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"elfatt_sd.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"elfatt_sd.{home}"), name)
 
     def __dir__() -> list[str]:
         return sorted(__all__)

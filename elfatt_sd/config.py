@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Unpack, cast, get_args
 
 from elfatt_sd import errors
-from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import known_keys, write_json
 from elfatt_sd.methods import attention_named, attentions, is_own, reserve
 from elfatt_sd.phases import (
@@ -36,21 +36,7 @@ from elfatt_sd.phases import (
     phases_of,
     reuse_of,
     reused_steps,
-    setting_names,
 )
-
-__all__ = [
-    "EXACT",
-    "ElfattError",
-    "ElfattFailure",
-    "LayerPhases",
-    "PatchConfig",
-    "Phase",
-    "Settings",
-    "StepReuse",
-    "setting_names",
-]
-
 
 _WITH_SUMS = ("auto", "native", "triton")  # backends that go with attentions that need log-sum-exps
 
@@ -205,10 +191,6 @@ class PatchConfig:
     def _with_phases(self, change: Callable[[tuple[Phase, ...]], tuple[Phase, ...]], **own: Any) -> PatchConfig:
         per_layer = tuple(LayerPhases(each.layers, change(each.phases)) for each in self.per_layer)
         return dataclasses.replace(self, phases=change(self.phases), per_layer=per_layer, **own)
-
-    def renamed(self, method: str) -> PatchConfig:
-        """Return a copy with another name."""
-        return dataclasses.replace(self, method=method)
 
     def without_effect(self, settings: Iterable[str]) -> list[str]:
         """Return those of some settings that this configuration has not: no phase that approximates uses them."""
@@ -414,10 +396,11 @@ _TRANSFORMER_PRESETS: dict[Method, PatchConfig] = {
 def for_transformers(config: PatchConfig) -> PatchConfig:
     """Return what a preset, with the settings that were changed, is on transformers; another configuration as it is."""
     name = cast(Method, config.method.partition(":")[0])  # without the settings that benchmarks put into it
-    preset, plain = PRESETS.get(name), config.renamed(name)
+    preset, plain = PRESETS.get(name), dataclasses.replace(config, method=name)
     if name not in _TRANSFORMER_PRESETS or preset is None or plain != preset.with_settings(**config.changes):
         return config
-    return _TRANSFORMER_PRESETS[name].with_settings(**config.changes).renamed(config.method)
+    changed = _TRANSFORMER_PRESETS[name].with_settings(**config.changes)
+    return dataclasses.replace(changed, method=config.method)
 
 
 def warn_without_effect(config: PatchConfig) -> None:

@@ -61,7 +61,6 @@ PACKAGES = {
     "markupsafe": OptionalPackage("markupsafe", "reports of evaluations", "eval"),
     "tomesd": OptionalPackage("tomesd", "its rows in evaluations and benchmarks", "eval"),
     "DeepCache": OptionalPackage("DeepCache", "its rows in evaluations and benchmarks", "peers"),
-    "cache-dit": OptionalPackage("cache_dit", "its rows in evaluations and benchmarks", "cache-dit"),
     "tgate": OptionalPackage("tgate", "its rows in evaluations and benchmarks", "peers"),
     "torch-fidelity": OptionalPackage("torch_fidelity", "FID with Inception", "inception"),
     "torchvision": OptionalPackage("torchvision", "LPIPS, DISTS, and FID with Inception", "inception"),

@@ -173,9 +173,6 @@ class CallTimer:
         synchronize(self.device)
         return [float(start.elapsed_time(end)) / 1000 for start, end in pairs]
 
-    def seconds(self) -> float:
-        return sum(self.each())
-
 
 def ratios(base: Sequence[float], own: Sequence[float]) -> tuple[float, ...]:
     return tuple(before / after for before, after in zip(base, own, strict=False))

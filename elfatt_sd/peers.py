@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -112,28 +111,6 @@ def _cache(pipe: Any, config: str, **settings: Any) -> Iterator[None]:
         _tidy(pipe.transformer)
 
 
-@contextmanager
-def _cache_dit(pipe: Any, taylor_order: int, **settings: Any) -> Iterator[None]:
-    """DBCache: the blocks between the first and the last ones are skipped where the first ones change little."""
-    import cache_dit
-
-    logging.getLogger("CACHE_DIT").setLevel(logging.ERROR)
-    taylor = cache_dit.TaylorSeerCalibratorConfig(taylorseer_order=taylor_order) if taylor_order else None
-    before = {module: vars(module).get("forward") for module in pipe.transformer.modules()}
-    parts = dict(pipe.transformer._modules)
-    cache_dit.enable_cache(pipe, cache_config=cache_dit.DBCacheConfig(**settings), calibrator_config=taylor)
-    try:
-        yield
-    finally:
-        cache_dit.disable_cache(pipe)
-        vars(pipe.transformer).pop("_is_patched", None)
-        vars(pipe.transformer)["_modules"] = parts  # their order, which diffusers' caches go by
-        for module, forward in before.items():  # some of which it leaves in place
-            vars(module).pop("forward", None)
-            if forward is not None:
-                module.forward = forward
-
-
 def _tidy(module: nn.Module) -> None:
     """Take out methods of a module and its parts that a package has put back as attributes of the objects."""
     for part in module.modules():
@@ -155,9 +132,7 @@ _CACHES = (
     ("pyramid_attention_broadcast", "PyramidAttentionBroadcastConfig", _BROADCAST),
     ("taylorseer", "TaylorSeerCacheConfig", _TAYLOR),
 )
-_DBCACHE = {"Fn_compute_blocks": 1, "Bn_compute_blocks": 0, "residual_diff_threshold": 0.1, "max_warmup_steps": 3}
-_CACHE_DIT = Peer("cache_dit", "cache-dit", {**_DBCACHE, "taylor_order": 0}, _cache_dit, "transformer")
-PEERS: dict[str, Peer] = {peer.name: peer for peer in (*_UNETS, _CACHE_DIT)} | {
+PEERS: dict[str, Peer] = {peer.name: peer for peer in _UNETS} | {
     name: Peer(name, "", settings, functools.partial(_cache, config=config), "transformer", joins=True)
     for name, config, settings in _CACHES
 }

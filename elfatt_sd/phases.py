@@ -312,10 +312,6 @@ class StepReuse:
         errors.whole("first", self.first, 0)
         errors.whole("last", self.last, 0)
 
-    def __str__(self) -> str:
-        fresh = f"after {self.first} steps that compute everything, and before {self.last}"
-        return f"up to {self.until:.0%} of the steps, all but one of {self.every} take over {self.cut}, {fresh}"
-
 
 @functools.cache
 def reused_steps(reuse: tuple[StepReuse, ...], steps: int) -> tuple[StepReuse | None, ...]:
@@ -332,10 +328,12 @@ def reused_steps(reuse: tuple[StepReuse, ...], steps: int) -> tuple[StepReuse | 
 
 
 def words_of_reuse(reuse: tuple[StepReuse, ...], steps: int) -> list[str]:
+    """Say what steps take over: a map of a run of so many steps."""
     if not reuse:
         return []
     letters = "".join("." if each is None else str(each.order) for each in reused_steps(reuse, steps))
-    return [*map(str, reuse), f"of {steps} steps ('.' computes everything, a number is the order): {letters}"]
+    cuts = " and ".join(dict.fromkeys(each.cut for each in reuse))
+    return [f"of {steps} steps ('.' computes everything, a number is the order), some take over {cuts}: {letters}"]
 
 
 def check_phases(phases: object) -> None:

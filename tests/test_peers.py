@@ -23,7 +23,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "tomesd": {"ratio": 0.5},
     "deepcache": {"cache_interval": 2},
     "tgate": {"gate_fraction": 0.5},
-    "cache_dit": {"residual_diff_threshold": 10.0, "max_warmup_steps": 1},
     "first_block_cache": {"threshold": 10.0},
     "pyramid_attention_broadcast": {"spatial_attention_timestep_skip_range": (0, 1000)},
     "taylorseer": {"cache_interval": 2, "disable_cache_before_step": 1},

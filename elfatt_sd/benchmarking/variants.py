@@ -278,9 +278,9 @@ def line_up(
     floors: dict[str, Variant] = {}
     for config in configs if denoiser is None else _fitted(configs, denoiser, named=named):
         method = config.method
+        if by_phase and (config.reuse or differs_by_step(method)):
+            raise ElfattError(f"{method} is timed over a whole run: elfatt-sd bench pipeline.")
         if differs_by_step(method):
-            if by_phase:
-                raise ElfattError(f"{method} is timed over a whole run: elfatt-sd bench pipeline.")
             lineup.add(method, Variant(method))
             continue
         floor = FLOOR if config.levels == 1 else f"{FLOOR} of {config.levels} levels"
@@ -360,7 +360,7 @@ def varied(method: str, **settings: Any) -> PatchConfig:
         check_settings(method, settings)
     else:
         config = config.with_settings(**settings)
-    return config.renamed(f"{config.method}:{changes}" if changes else config.method)
+    return dataclasses.replace(config, method=f"{config.method}:{changes}" if changes else config.method)
 
 
 def read_size(text: str) -> Size:

@@ -35,7 +35,7 @@ UNET_NAMES = ("sd15", "sdxl")
 _IMAGES = ("pixart", "sd3.5-medium", "flux", "chroma", "flux.2", "qwen-image", "z-image")
 _VIDEOS = ("wan-1.3b", "wan-14b", "ltx-video", "hunyuan-video", "hunyuan-video-1.5", "cogvideox-5b")
 SHAPE_NAMES = (*UNET_NAMES, *_IMAGES, *_VIDEOS)
-PEERS = ("tomesd", "deepcache", "tgate", "cache_dit", "first_block_cache", "pyramid_attention_broadcast", "taylorseer")
+PEERS = ("tomesd", "deepcache", "tgate", "first_block_cache", "pyramid_attention_broadcast", "taylorseer")
 PEER = "tomesd"
 ALONE = ("spread", "cell_spread", "sampled")
 

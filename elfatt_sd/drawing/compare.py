@@ -86,7 +86,7 @@ class Trial:
         for method in methods:
             config = method if isinstance(method, PatchConfig) else PatchConfig.preset(known_method(method))
             if config.active and config.method == UNTOUCHED:
-                config = config.renamed("sd with settings")
+                config = replace(config, method="sd with settings")
             self.configs[config.method] = config
         self.comparison = Comparison(list(self.configs), self._take, rounds)
         self.times = self.comparison.times

@@ -238,8 +238,8 @@ class Family(ABC):
     def cuts(self, module: nn.Module) -> list[str]:
         """Return where it may be cut: `blocks-F-B` runs the first F and the last B of its blocks in every step."""
         count = sum(map(len, self._stacks(module).values()))
-        ends = {(1, 0): 1, (1, 1): 2, (max(1, count // 8), max(1, count // 8)): 2 * max(1, count // 8)}
-        return [f"blocks-{first}-{last}" for (first, last), run in ends.items() if run < count]
+        ends = dict.fromkeys([(1, 0), (1, 1), (max(1, count // 8), max(1, count // 8))])
+        return [f"blocks-{first}-{last}" for first, last in ends if first + last < count]
 
     def cut(self, module: nn.Module, name: str) -> list[Part]:
         """Return the parts of a cut.
@@ -253,16 +253,13 @@ class Family(ABC):
         places = [(stack, block) for stack, held in stacks.items() for block in held]
         within = places[int(blocks[1]) : len(places) - int(blocks[2])] if blocks else []
         if not within:
-            raise self.no_cut(module, name)
+            known = ", ".join([*self.cuts(module), OUTPUT])
+            raise ElfattError(f"cut={name!r} is not accepted; {type(module).__name__} has {known}.")
         parts: list[Part] = []
         for stack, each in itertools.groupby(within, lambda place: place[0]):
             held = [block for _, block in each]
             parts += [Block(block, stack, block is held[0], block is held[-1], self.streams) for block in held]
         return parts
-
-    def no_cut(self, module: nn.Module, name: str) -> ElfattError:
-        known = ", ".join([*self.cuts(module), OUTPUT])
-        return ElfattError(f"cut={name!r} is not accepted; {type(module).__name__} has {known}.")
 
     def _stacks(self, module: nn.Module) -> dict[str, list[nn.Module]]:
         names = dict.fromkeys(re.split(r"\.\d+\.", layer.name)[0] for layer in self.layers(module))

@@ -99,6 +99,7 @@ class Block(Part):
         self.stack, self.first, self.last = stack, first, last
         self.names = _parameters(type(block))
         self.streams = streams if "hidden_states" in self.names else self.names[:1]
+        self.main = "hidden_states" if "hidden_states" in self.streams else self.streams[0]
         self.returns: tuple[str, ...] = ()  # what its output is a tuple of; nothing where it is one tensor
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> dict[str, Tensor]:
@@ -108,21 +109,17 @@ class Block(Part):
             call.begun = streams
         return streams
 
-    @property
-    def _main(self) -> str:
-        return "hidden_states" if "hidden_states" in self.streams else self.streams[0]
-
     def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
         streams, taken = self._begin(args, kwargs, call), call.taken or {}
         if self.last:  # without what a ControlNet adds in between, which is in what was kept
             known = {name: taken.get(f"{self.stack} {name}") for name in streams}
             streams |= {name: call.begun[name] + each for name, each in known.items() if each is not None}
-        return tuple(map(streams.get, self.returns)) if self.returns else streams[self._main]
+        return tuple(map(streams.get, self.returns)) if self.returns else streams[self.main]
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, call: Taking) -> None:
         self._begin(args, kwargs, call)
         self.returns = self.streams if isinstance(output, tuple) else ()
-        outputs = dict(zip(self.returns, output, strict=False)) if self.returns else {self._main: output}
+        outputs = dict(zip(self.returns, output, strict=False)) if self.returns else {self.main: output}
         for name, each in outputs.items() if self.last else ():
             if each is not None and name in call.begun:
                 call.kept[f"{self.stack} {name}"] = each - call.begun[name]
@@ -134,8 +131,7 @@ class Whole(Part):
     shape: Any = None  # of its output, as a tree of values
 
     def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
-        taken = call.taken or {}
-        return tree_unflatten([taken[name].clone() for name in sorted(taken, key=int)], self.shape)
+        return tree_unflatten([each.clone() for each in (call.taken or {}).values()], self.shape)
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, call: Taking) -> None:
         leaves, self.shape = tree_flatten(output)
@@ -158,7 +154,7 @@ def _parameters(kind: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
-class _Stand:
+class Stand:
     """Stands in for the `forward` of a part, within those of hooks that bring its weights."""
 
     def __init__(self, part: Part, find: Callable[[], Taking | None]) -> None:
@@ -182,11 +178,6 @@ class _Stand:
 
     def remove(self) -> None:
         put_back(self.part.module, self, self.forward, self.own)
-
-
-def stand_in(part: Part, find: Callable[[], Taking | None]) -> Callable[[], None]:
-    """Let a part be skipped in calls that take over; return what undoes it."""
-    return _Stand(part, find).remove
 
 
 def put_back(module: Any, stand: object, forward: Any, own: Any) -> None:
@@ -229,12 +220,9 @@ class Cuts:
 def extrapolated(known: Iterable[tuple[int, dict[str, Tensor]]], order: int, step: int) -> dict[str, Tensor]:
     """Return the value in a step of the polynomial through the last `order + 1` known ones (Lagrange)."""
     used = [*known][-order - 1 :]
-    if order == 0:
-        return used[0][1]
     nodes = [node for node, _ in used]
     weights = [math.prod((step - other) / (node - other) for other in nodes if other != node) for node in nodes]
-    found = {name: value * weights[-1] for name, value in used[-1][1].items()}
-    for weight, (_, values) in zip(weights, used[:-1], strict=False):
-        for name, value in found.items():
-            value.add_(values[name], alpha=weight)
-    return found
+    parts = [
+        {name: weight * value for name, value in each.items()} for weight, (_, each) in zip(weights, used, strict=True)
+    ]
+    return {name: functools.reduce(torch.add, (each[name] for each in parts)) for name in parts[0]}

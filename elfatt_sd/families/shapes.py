@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, unwrap
 from elfatt_sd.families.base import Fill
-from elfatt_sd.families.cuts import Taking, stand_in
+from elfatt_sd.families.cuts import Stand, Taking
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
 
@@ -145,7 +145,7 @@ class Blueprint:
                 warnings.simplefilter("ignore")  # of building such a model once more
                 module: Any = self.kind.from_config(json.loads(self.config)).eval()  # type: ignore[attr-defined]
                 for part in family_of(module).cut(module, cut) if cut else ():
-                    stand_in(part, lambda: takings[-1])
+                    Stand(part, lambda: takings[-1])
                 module(**call_arguments(module, grid, 1, torch.empty))
                 whole = counter.get_total_flops() if cut else 0
                 if cut:

@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from elfatt_sd.families.base import Family, Fill, Given, SelfAttention, some_timestep
-from elfatt_sd.families.cuts import OUTPUT, DeepFeatures, Down, LastUp, Part, Whole
+from elfatt_sd.families.cuts import DeepFeatures, Down, LastUp, Part
 from elfatt_sd.methods import Grid
 
 SCALE = 8  # pixels of their images to one of the latent, on each side
@@ -70,11 +70,12 @@ class UNet(Family):
         last = getattr(module, "up_blocks", [None])[-1]
         return [f"shallow-{layers}" for layers in range(1, len(getattr(last, "resnets", ())))]
 
+    def _stacks(self, module: nn.Module) -> dict[str, list[nn.Module]]:
+        return {}  # its blocks do not follow each other alone
+
     def cut(self, module: Any, name: str) -> list[Part]:
-        if name == OUTPUT:
-            return [Whole(module)]
         if name not in self.cuts(module):
-            raise self.no_cut(module, name)
+            return super().cut(module, name)
         layers, last = int(name.rpartition("-")[2]), module.up_blocks[-1]
         first, *others = module.down_blocks
         border = len(last.resnets) - layers

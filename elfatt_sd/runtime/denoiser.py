@@ -22,7 +22,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import refuse_tracing
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, family_of, find_denoisers, unwrap
-from elfatt_sd.families.cuts import OUTPUT, Cuts, Taking, put_back, stand_in
+from elfatt_sd.families.cuts import OUTPUT, Cuts, Stand, Taking, put_back
 from elfatt_sd.families.joint import forget_read
 from elfatt_sd.phases import EXACT, Phase
 from elfatt_sd.runtime import warn
@@ -157,7 +157,7 @@ class Patch:
             self._handles.append(part.register_forward_pre_hook(self._before_part, with_kwargs=True))
         module = self.module
         for name, parts in self._cuts.parts.items() if self._cuts is not None else ():
-            self._undo += [stand_in(part, functools.partial(self._taking, name)) for part in parts]
+            self._undo += [Stand(part, functools.partial(self._taking, name)).remove for part in parts]
         self._handles += [
             module.register_forward_pre_hook(self.before_call, with_kwargs=True),
             module.register_forward_hook(self.after_call, always_call=True),

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elfatt_sd.config import LayerPhases, PatchConfig
-from elfatt_sd.phases import Phase, StepReuse, reused_steps
+from elfatt_sd.config import PatchConfig
+from elfatt_sd.phases import LayerPhases, Phase, StepReuse, reused_steps
 from elfatt_sd.tuning.probe import EXACTLY, Candidate, LayerFigures, Stretch, candidates, slow_layers
 from elfatt_sd.tuning.runs import Deviation
 
@@ -28,7 +28,7 @@ _FIXED = 10.0  # times as much is done to the image by errors that are not drawn
 _NOISE = 0.7  # standard deviation of the logarithm of an image's squared error, where all is as predicted
 _SCATTER, _SCATTER_SPREAD = 5.0, 1.5  # `r` where nothing is known of it, and the standard deviation of its logarithm
 _ROUNDING = 0.3  # `a` where nothing is known of it
-_NO_REUSE: Mapping[int, StepReuse] = {}
+_NOTHING: Mapping[int, StepReuse] = {}
 _SCATTERS = np.geomspace(0.1, 100, 31)  # that are tried
 
 
@@ -299,7 +299,7 @@ class Predictor:
         return self.config(self.parts(choice), taken)
 
     def config(
-        self, parts: Sequence[Mapping[str, Candidate]], reuse: Mapping[int, StepReuse] = _NO_REUSE, name: str = "tuned"
+        self, parts: Sequence[Mapping[str, Candidate]], reuse: Mapping[int, StepReuse] = _NOTHING, name: str = "tuned"
     ) -> PatchConfig:
         """Return the configuration of what layers do and take over, by stretch; equal stretches are one."""
         own, steps = [], self._stretches[-1].last + 1

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from elfatt_sd.config import LayerPhases, PatchConfig
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError, is_out_of_memory
 from elfatt_sd.families import find_denoisers, takes_steps
 from elfatt_sd.measure import Stopwatch, timed
 from elfatt_sd.methods import Draws, Merge, attentions, is_own
-from elfatt_sd.phases import DENSE, EXACT, Narrower, Phase
+from elfatt_sd.phases import DENSE, EXACT, LayerPhases, Narrower, Phase
 from elfatt_sd.runtime.call import Call, LayerCall, image_of
 from elfatt_sd.runtime.denoiser import Owner, Patch
 from elfatt_sd.runtime.layer import after_forward, choose_layers, device_of, fits

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from elfatt_sd.config import LayerPhases, PatchConfig
+from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import need
 from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, drawing, to_png
 from elfatt_sd.evaluation.report.page import STYLE, flatten, page_template
 from elfatt_sd.files import write_file
 from elfatt_sd.measure import Spread
 from elfatt_sd.patch import apply_patch, remove_patch
-from elfatt_sd.phases import Phase, words_of_reuse
+from elfatt_sd.phases import LayerPhases, Phase, words_of_reuse
 from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Proof, peak_of
 from elfatt_sd.tuning.runs import png

@@ -23,8 +23,9 @@ import elfatt_sd
 from elfatt_sd import loading as pipelines
 from elfatt_sd import methods, visualize
 from elfatt_sd.cli import app
-from elfatt_sd.config import METHODS, setting_names
+from elfatt_sd.config import METHODS
 from elfatt_sd.patch import is_patched
+from elfatt_sd.phases import setting_names
 from elfatt_sd.toy.renderer import unknown_words
 from tools import architecture
 from tools.prose import PACKAGE, PAGES, ROOT
