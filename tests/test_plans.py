@@ -11,10 +11,11 @@ import torch
 from support import tiny_pipelines as tiny
 
 import elfatt_sd
-from elfatt_sd.config import EXACT, LayerPhases, PatchConfig, Phase
+from elfatt_sd.config import LayerPhases, PatchConfig, Phase
 from elfatt_sd.families import find_layers
 from elfatt_sd.families.shapes import sketch
 from elfatt_sd.methods import Grid
+from elfatt_sd.phases import EXACT
 from elfatt_sd.plans import describe, multiply_adds
 
 SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"

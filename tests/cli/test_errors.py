@@ -119,7 +119,7 @@ ERRORS: dict[str, Exception] = {
     "MemoryError": MemoryError(),
     "RuntimeError": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes"),
     "OutOfMemoryError": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0"),
-    "ElfattFailure": elfatt_sd.config.ElfattFailure("the hub is away."),
+    "ElfattFailure": elfatt_sd.errors.ElfattFailure("the hub is away."),
 }
 
 

@@ -22,12 +22,12 @@ from torch import Tensor
 import elfatt_sd
 import elfatt_sd.runtime.processor as processor_module
 from elfatt_sd.benchmarking.variants import patched_layers
-from elfatt_sd.config import EXACT, LayerPhases, PatchConfig, Phase
+from elfatt_sd.config import LayerPhases, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, find_layers, main_denoiser
 from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.methods import Blocks, Draws, Prepared
-from elfatt_sd.phases import KEPT
+from elfatt_sd.phases import EXACT, KEPT
 from elfatt_sd.runtime import denoiser, memory
 from elfatt_sd.runtime.denoiser import KEPT_CALLS
 from elfatt_sd.runtime.memory import GIB, Residual, RunDraws, copies_of, kept_bytes
