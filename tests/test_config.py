@@ -20,11 +20,10 @@ from elfatt_sd.config import (
     Phase,
     Settings,
     known_method,
-    setting_names,
 )
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Merge, attentions, is_own
-from elfatt_sd.phases import DENSE, Narrower
+from elfatt_sd.phases import DENSE, Narrower, setting_names
 
 
 def test_settings_reach_every_phase_that_is_not_exact() -> None:
