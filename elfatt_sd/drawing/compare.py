@@ -26,7 +26,7 @@ LEAST = 20.0  # dB: unrelated images have 10 to 20
 COLUMNS = 3  # images in a row of the strip
 WORTH = 1.05  # times as fast, in the slowest round, from which on a method is worth using
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
-BUSY_TITLE = "the machine was busy: the speeds, and which method is the fastest, are not to be trusted"
+BUSY_TITLE = "the machine was busy: do not trust the speeds"
 
 
 @dataclass(frozen=True)
