@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import need
 from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, drawing, to_png
@@ -17,7 +19,7 @@ from elfatt_sd.evaluation.report.page import STYLE, flatten, page_template
 from elfatt_sd.files import write_file
 from elfatt_sd.measure import Spread
 from elfatt_sd.patch import apply_patch, remove_patch
-from elfatt_sd.phases import LayerPhases, Phase, words_of_reuse
+from elfatt_sd.phases import LayerPhases, Phase, reused_steps, words_of_reuse
 from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Proof, peak_of
 from elfatt_sd.tuning.runs import png
@@ -203,26 +205,34 @@ def curve(tuned: Tuned) -> Figure:
 
 
 def choices(tuned: Tuned) -> Figure:
-    """Draw a map: layers by stretches of the run, and what each does there."""
+    """Draw a map: which steps take over, and layers by stretches of the run with what each does there."""
     from matplotlib.figure import Figure
 
-    config = tuned.config
+    config, steps = tuned.config, tuned.record["settings"]["steps"]
     layers, ends = [own.layers for own in config.per_layer], config.stretches
-    figure = Figure(figsize=(6.4, 1.1 + _CELL * max(1, len(layers))), layout="constrained")
+    figure = Figure(figsize=(6.4, 1.1 + _CELL * (1 + len(layers))), layout="constrained")
     axes = figure.add_subplot()
     axes.grid(False)
-    for row, layer in enumerate(layers):
+    edges = np.interp(range(steps + 1), [0.0, *(end * steps for end in ends)], range(len(ends) + 1))
+    for step, taken in enumerate(reused_steps(config.reuse, steps)):
+        left, width = edges[step], edges[step + 1] - edges[step]
+        axes.barh(0, width, 0.6, left, color=_CHOSEN if taken else _MAP, alpha=0.9 if taken else 0.2, edgecolor="white")
+        if taken:
+            axes.text(left + width / 2, 0, str(taken.order), ha="center", va="center", fontsize=7, color="white")
+    for row, layer in enumerate(layers, 1):
         own = config.for_layer(layer)
         for column, end in enumerate(ends):
             phase = own.phase_until(end)
             strength = 0.0 if phase.exact else 0.3 if phase.dense else 0.6
             axes.barh(row, 1, 0.92, column, color=_MAP, alpha=strength, edgecolor="white", linewidth=1)
             axes.text(column + 0.5, row, _short(phase), ha="center", va="center", fontsize=7)
-    names = [
+    cuts = ", ".join(dict.fromkeys(each.cut for each in config.reuse))
+    names = [f"steps that take over\n{cuts} (order)" if cuts else "steps"]
+    names += [
         layer.replace(".transformer_blocks.", ".").replace(".attentions.", ".").removesuffix(".attn1")
         for layer in layers
     ]
-    axes.set_yticks(range(len(layers)), names, fontsize=7)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.invert_yaxis()
     axes.set_xticks(range(len(ends) + 1), [f"{end:.0%}" for end in (0.0, *ends)])
     axes.set_xlim(0, len(ends))  # a single step has room for text, too
