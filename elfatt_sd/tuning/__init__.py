@@ -478,8 +478,8 @@ class Search:
         """Have a choice proved, and correct it until it holds; None where nothing that holds is worth its while."""
         best: Proof | None = None
         following: Choice | None = choice
-        for left in reversed(range(len(SHARES))):  # the last proof is for what is there to compare with
-            if following is not None and (not left or following.saved <= 0):
+        for left in reversed(range(len(SHARES))):  # the last proof is for what is there to compare with, if anything is
+            if following is not None and following.saved <= 0:
                 following = None
             proved, found = {proof.point.name for proof in self.proofs}, None if best is None else best.point
             rival = found  # the best that is there to compare with, where it betters what is proved
@@ -487,7 +487,7 @@ class Search:
                 if each.name not in proved and each.times >= WORTH and (rival is None or self._betters(each, rival)):
                     rival = each
             rival, first = None if rival is found else rival, self.budget.by_speed  # where the choice comes first
-            if rival and (not following or (not first and rival.times >= self._times(following))):
+            if rival and (not following or not left or (not first and rival.times >= self._times(following))):
                 config = fitted(rival.config, find_denoisers(self.runs.pipe))
                 proof = self.prove_config(rival.name, config, None)
             elif following is not None and (best is None or self._times(following) > best.point.times):
