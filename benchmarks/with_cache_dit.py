@@ -1,6 +1,6 @@
 """`elfatt-sd` with cache-dit among the peers (`pip install cache-dit`, from diffusers 0.36 on).
 
-python -m benchmarks.with_cache_dit eval run eval/reuse_toy_dit.toml --out runs/reuse_toy_dit
+python -m benchmarks.with_cache_dit eval run benchmarks/reuse_toy_dit.toml --out runs/reuse_toy_dit
 """
 
 from __future__ import annotations
