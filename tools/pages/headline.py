@@ -34,7 +34,20 @@ def headline_table(chosen: Sequence[tuple[Results, Row]], benchmarks: Path) -> s
         cells += ["" if speed is None else f"{fixed(speed.value, 2)}{TIMES}"]
         cells += [_call(known.get(row.method)) for known in calls.values()]
         lines.append(f"| `{row.method}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    places: dict[str, list[str]] = {}
+    for results, row in chosen:
+        place = f"{results.environment['device']}, {results.protocol['dtype']}"
+        places.setdefault(place, []).append(f"`{row.method}`")
+    first, *others = sorted(places, key=lambda place: -len(places[place]))
+    said = [f"Closeness and toy: {first}", *(f"{', '.join(places[place])}: {place}" for place in others)]
+    shapes: dict[str, list[str]] = {}
+    for name, title in CALLS.items():
+        if (path := benchmarks / f"{name}.json").is_file():
+            made = json.loads(path.read_text(encoding="utf-8"))
+            shapes.setdefault(f"{made['machine']['device']}, {made['settings']['dtype']}", []).append(title)
+    said += [f"{' and '.join(titles)}: {place}" for place, titles in shapes.items()]
+    return "\n".join([*lines, "", f"{'; '.join(said)}."]) + "\n"
+
 
 
 def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
