@@ -20,7 +20,6 @@ import platform
 import re
 import secrets
 import threading
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,6 @@ from torch import Tensor
 
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.statistics import load_plain
 from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible, write_file
 from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import Lines, Progress
@@ -51,7 +49,7 @@ LARGEST_BATCH = 100_000_000  # bytes of its images
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]  # `[h, w, 3]`
 Decoded = Pixels | str  # an image, or its name and what is wrong with it
 _LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)  # what is wrong with a file for good; the rest may pass
-_SCAN, _END = b"\xda", b"\xff\xd9"  # of JPEG: the mark that data follow, and that of the end
+_END_OF_JPEG = b"\xff\xd9"
 SUFFIXES = re.compile(
     r"\.(apng|avif|bmp|dib|gif|hei[cf]|j2k|jfif|jp2|jpe?g?|jpf|jpx|jxl|p[bgnp]m|pcx|png|qoi|sgi|tga|tiff?|webp)"
 )
@@ -226,13 +224,9 @@ def decode(content: bytes) -> Any:
     with opened:
         if opened.format in ("EPS", "WMF"):  # Pillow would let another program draw them
             raise OSError(f"a drawing ({opened.format}), which has no pixels of its own")
-        if opened.format in ("JPEG", "MPO"):  # zeros after a broken download are decoded as grey, with no error
-            place = 2
-            while content[place : place + 1] == b"\xff" and content[place + 1 : place + 2] != _SCAN:
-                filler = content[place + 1 : place + 2] == b"\xff"
-                place += 1 if filler else 2 + int.from_bytes(content[place + 2 : place + 4])
-            if content.find(_END, place) < 0:
-                raise OSError("image file is truncated: it has no end")
+        broken = content.endswith(bytes(16)) and not content.rstrip(b"\0").endswith(_END_OF_JPEG)
+        if broken and opened.format in ("JPEG", "MPO"):  # zeros are decoded as grey, with no error
+            raise OSError("image file is truncated: a broken download that ends in zeros")
         frames = getattr(opened, "n_frames", 1)
         if frames > 1 and opened.format != "MPO":  # of a camera: its other frames are smaller copies
             raise OSError(f"{frames} frames or pages; accepted: one image a file")
@@ -243,14 +237,6 @@ def decode(content: bytes) -> Any:
             picture = picture.convert("RGBA")
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
         return picture.convert("RGB")
-
-
-@contextlib.contextmanager
-def quiet_pillow() -> Iterator[None]:
-    """Do not tell what Pillow warns of: odd EXIF data and large images. Not for generators, which may interleave."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"PIL\.")
-        yield
 
 
 @dataclass(frozen=True)
@@ -324,8 +310,7 @@ def extract(
             with atomic_file(paths[number]) as file:
                 np.savez(file, features=features.numpy(), unreadable=np.array(json.dumps(unreadable)))
 
-    with quiet_pillow():
-        together(write_share)
+    together(write_share)
     return paths
 
 
@@ -334,29 +319,26 @@ def _extract_range(
 ) -> tuple[Tensor, list[str]]:
     """Features of the readable images, and the names of the others; images of different sizes go one by one."""
     features = [torch.zeros(0, extractor.dimension, dtype=torch.float32, device="cpu")]
-    unreadable: list[str] = []
-
-    def batches() -> Iterator[tuple[int, list[Tensor]]]:
-        batch: list[Tensor] = []
-        for done, picture in enumerate(pictures.load(places), places.start + 1):
-            if isinstance(picture, str):
-                unreadable.append(picture)
-                continue
-            for frame in np.split(picture, pictures.frames):
-                batch.append(torch.from_numpy(frame).permute(2, 0, 1))
-                if len(batch) == BATCH or sum(image.numel() for image in batch) > LARGEST_BATCH:
-                    yield done, batch
-                    batch = []
-        if batch:
-            yield places.stop, batch
-
-    for done, batch in batches():
-        same = len({image.shape for image in batch}) == 1
-        groups = [torch.stack(batch)] if same else [image[None] for image in batch]
-        features += [extractor(group).cpu() for group in groups]
-        if progress is not None:
-            progress(title, done, len(pictures.entries))
+    unreadable, batch = list[str](), list[Tensor]()
+    for done, picture in enumerate(pictures.load(places), places.start + 1):
+        if isinstance(picture, str):
+            unreadable.append(picture)
+        else:
+            batch += [torch.from_numpy(frame).permute(2, 0, 1) for frame in np.split(picture, pictures.frames)]
+        if len(batch) >= BATCH or sum(image.numel() for image in batch) > LARGEST_BATCH or done == places.stop:
+            same = len({image.shape for image in batch}) == 1
+            groups = torch.split(torch.stack(batch), BATCH) if same else [image[None] for image in batch]
+            features += [extractor(group).cpu() for group in groups]
+            batch.clear()
+            if progress is not None:
+                progress(title, done, len(pictures.entries))
     return torch.cat(features), unreadable
+
+
+def load_plain(path: Path) -> Any:
+    if not os.path.isfile(path):  # a pipe would be waited for
+        raise FileNotFoundError("it is not a plain file")
+    return np.load(path, allow_pickle=False)
 
 
 def read_chunk(path: Path) -> tuple[Tensor, list[str]]:

@@ -69,14 +69,11 @@ class ImageMetric:
     """A metric that gives a number for every image."""
 
     name: str  # in tables
-    measure: Callable[[Batch], Tensor]  # turns a `Batch` into numbers of n images, `[n, *shape]`
+    measure: Callable[[Batch], Tensor]  # turns a `Batch` into numbers of n images
     description: dict[str, Any] = field(default_factory=dict)  # everything that the numbers depend on, as plain data
     # which values are better; empty where neither is, as for what compares with the untouched image
     better: Better = ""
     compares: bool = False  # whether it takes the untouched pipeline's images
-    # told of all prompts before the first images, so that it can say at once what it does not read
-    reads: Callable[[Sequence[str]], None] = lambda prompts: None
-    shape: tuple[int, ...] = ()  # of the numbers of an image
 
     @property
     def identity(self) -> str:
@@ -105,14 +102,16 @@ class MetricChoice:
 
 
 @plain_defaults()
-def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetric]:
+def load_metrics(choices: Sequence[MetricChoice], device: str, prompts: Sequence[str] = ()) -> list[ImageMetric]:
+    """Load the metrics of single images, and warn of prompts that they will cut off."""
     metrics = []
     for choice in choices:
         if ":" in choice.metric:
             metrics.append(load_own(choice))
+        elif choice.metric in ("lpips", "dists"):
+            metrics.append(load_closeness(choice.metric, Path(choice.weights), device))
         elif choice.metric not in OF_FEATURES:
-            load = load_closeness if choice.metric in ("lpips", "dists") else load_alignment
-            metrics.append(load(choice.metric, Path(choice.weights), device))
+            metrics.append(load_alignment(choice.metric, Path(choice.weights), device, prompts))
     names = [metric.name for metric in metrics]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
@@ -163,7 +162,7 @@ def load_own(choice: MetricChoice) -> ImageMetric:
     return ImageMetric(name, measure, described, better=choice.better, compares=compares)
 
 
-def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
+def load_alignment(kind: str, folder: Path, device: str, prompts: Sequence[str]) -> ImageMetric:
     """Load CLIPScore, PickScore or HPS v2: the cosine of each frame with its prompt, scaled."""
     from transformers import AutoTokenizer, CLIPModel
 
@@ -179,12 +178,7 @@ def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
     title = f"CLIPScore ({shape})" if kind == "clip-score" else _TITLES[kind]
     scale = float(model.logit_scale.detach().exp()) if kind == "pickscore" else 100.0
     longest = model.config.text_config.max_position_embeddings
-    known: set[str] = set()  # prompts that were looked at: all rows have the same
-
-    def reads(prompts: Sequence[str]) -> None:
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
-        known.update(new)
-        tell_cut(f"prompts of {title}", new, longest - tokenizer.num_special_tokens_to_add(), tokenizer)
+    tell_cut(f"prompts of {title}", prompts, longest - tokenizer.num_special_tokens_to_add(), tokenizer)
 
     @torch.no_grad()
     def measure(batch: Batch) -> Tensor:
@@ -200,7 +194,7 @@ def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
         cosine = (frames * texts.repeat_interleave(len(frames) // len(texts), 0)).sum(1)
         return batch.by_image((scale * cosine).clamp(min=0.0 if kind == "clip-score" else -scale))
 
-    return ImageMetric(title, measure, {"model": shape, **recipe}, better="higher", reads=reads)
+    return ImageMetric(title, measure, {"model": shape, **recipe}, better="higher")
 
 
 def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:

@@ -1,4 +1,4 @@
-"""Figures of features: intervals over classes, kernel distances, moments, and the files that hold them.
+"""Figures of features: moments, intervals over classes, kernel distances.
 
 All is computed in float64 and without scipy. Legend for shapes: n images, d features.
 """
@@ -6,18 +6,13 @@ All is computed in float64 and without scipy. Legend for shapes: n images, d fea
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.files import atomic_file
 from elfatt_sd.measure import student_quantile
 
 Interval = tuple[float, float]
@@ -251,75 +246,16 @@ def _reached(by: Tensor, gained: Tensor) -> ClassEstimate:
     return ClassEstimate(value, left_out(torch.stack(without))[None])
 
 
-class FeatureStatistics:
-    """Mean and covariance of features that arrive in batches (Chan, Golub and LeVeque 1979)."""
-
-    def __init__(self, dimension: int) -> None:
-        self.count = 0
-        self.mean = torch.zeros(dimension, dtype=torch.float64, device="cpu")
-        self._scatter = torch.zeros(dimension, dimension, dtype=torch.float64, device="cpu")
-
-    @classmethod
-    def of(cls, features: Tensor) -> FeatureStatistics:
-        """Of all rows of features `[n, d]`."""
-        statistics = cls(features.shape[1])
-        for rows in torch.split(features, ROWS):
-            statistics.update(rows)
-        return statistics
-
-    @property
-    def covariance(self) -> Tensor:
-        if self.count < 2:
-            raise ElfattError(f"{self.count} images have no covariance; a distance needs at least 2.")
-        return self._scatter / (self.count - 1)
-
-    def update(self, features: Tensor) -> None:
-        rows = features.detach().to("cpu", torch.float64)
-        if len(rows):
-            mean = rows.mean(0)
-            centred = rows - mean
-            total, step = self.count + len(rows), mean - self.mean
-            between = torch.outer(step, step) * (self.count * len(rows) / total)
-            self._scatter = self._scatter + centred.T @ centred + between
-            self.mean = self.mean + step * (len(rows) / total)
-            self.count = total
-
-    def save(self, path: Path) -> None:
-        """Write `mu`, `sigma` and `count` as `.npz`, the names that other tools use."""
-        with atomic_file(path) as file:
-            np.savez(file, mu=self.mean.numpy(), sigma=self.covariance.numpy(), count=np.int64(self.count))
-
-
-def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
-    """Read `mu` `[d]` and `sigma` `[d, d]` from an `.npz` of this or another tool, and `count` where it is given."""
-    try:
-        with load_plain(path) as data:
-            arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))
-            mean, covariance = map(torch.from_numpy, arrays)
-            count = int(data["count"]) if "count" in data else None
-    except Exception as error:  # NumPy raises many kinds for damaged files
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ElfattError(f"{path} cannot be read ({reason}); accepted is an .npz file with mu and sigma.") from error
-    wrong = ""
-    if mean.dim() != 1 or covariance.shape != (len(mean), len(mean)):
-        wrong = f"mu {tuple(mean.shape)} and sigma {tuple(covariance.shape)}"
-    elif not ((mean.abs() <= LARGEST).all() and (covariance.abs() <= LARGEST**2).all()):  # so written, NaN is neither
-        wrong = "NaN, or numbers too large for a distance"
-    if wrong:
-        raise ElfattError(f"{path} has {wrong}; accepted are mu [d] and sigma [d, d].")
-    return mean, covariance, count
-
-
-def load_plain(path: Path) -> Any:
-    if not os.path.isfile(path):  # a pipe would be waited for
-        raise FileNotFoundError("it is not a plain file")
-    return np.load(path, allow_pickle=False)
-
-
-def read_array(path: Path, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """Return an array `[n, *shape]` of a `.npy` file; None where there is none that is whole."""
-    try:
-        found = torch.from_numpy(load_plain(path))
-    except Exception:  # NumPy raises many kinds for damaged files
-        return None
-    return found if found.dtype == dtype and found.dim() == 1 + len(shape) and found.shape[1:] == shape else None
+def moments(*pieces: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean `[d]` and covariance `[d, d]` of features in pieces (Chan, Golub and LeVeque 1979)."""
+    count, (mean, scatter) = 0, torch.zeros(2, 1, dtype=torch.float64, device="cpu")
+    for piece in pieces:
+        if len(piece):
+            rows, total = piece.double(), count + len(piece)
+            own = rows.mean(0)
+            centred, step = rows - own, own - mean
+            scatter = scatter + centred.T @ centred + torch.outer(step, step) * (count * len(rows) / total)
+            count, mean = total, mean + step * (len(rows) / total)
+    if count < 2:
+        raise ElfattError(f"{count} images have no covariance; a distance needs at least 2.")
+    return mean, scatter / (count - 1)

@@ -39,11 +39,11 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_source_gives_the_same_statistics(kind: Callable[[Path], Path], tmp_path: Path) -> None:
     place = kind(tmp_path)
     found = build(place, tmp_path / "cache")
-    expected = expected_statistics()
+    mean, covariance = expected_statistics()
     counted = (found.description["count"], found.description["unreadable"], found.metric_suffix)
     assert counted == (PHOTOS, [], " (12 reference images)")
-    torch.testing.assert_close(found.mean, expected.mean, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(found.mean, mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found.covariance, covariance, rtol=1e-5, atol=1e-8)
     assert found.sample is not None and found.sample.shape == (PHOTOS, 12)
     if kind is not flat:
         kept = open_source(place, per_class=1).entries
@@ -64,7 +64,7 @@ def test_bad_sources(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("val.tar", {}, "a file of another kind; .* unpack archives first"),
         ("shards", {}, "holds no image; .* unpack archives first"),
         ("bad.parquet", {}, "bad.parquet cannot be read"),
-        ("rubbish", {"count": 2}, "0 readable images; accepted are 2 or more; first: 0.png"),
+        ("rubbish", {"count": 2}, "0 images, and 2 that cannot be read, first 0.png .*; accepted are 2"),
         ("flat", {"per_class": 5}, "no classes, which per_class=5 needs; give one folder per class"),
         ("flat", {"count": 50_000}, "has 12 images; accepted are 50000, or give --allow-count"),
         ("flat", {"size": 8}, "accepted"),
@@ -114,17 +114,14 @@ def test_unreadable_pictures_are_named_and_counted(source: Path, tmp_path: Path)
     torn, empty = (f"ILSVRC2012_val_0000000{number}.JPEG" for number in (2, 5))
     (source / torn).write_bytes(FILES[torn][:200])
     (source / empty).write_bytes(b"")
-    with pytest.raises(ElfattError, match=rf"2 images cannot be read, first {torn}") as told:
+    with pytest.raises(ElfattError, match=rf"10 images, and 2 that cannot be read, first {torn}.* --allow-count"):
         build(source, tmp_path / "cache")
-    (listed,) = (tmp_path / "cache").glob("*/reference.json")
-    assert str(listed) in str(told.value) and "--allow-count to go on with the other 10" in str(told.value)
     found = build(source, tmp_path / "cache", allow_count=True)
     assert (found.description["count"], found.metric_suffix) == (10, " (10 reference images)")
-    assert json.loads(listed.read_text())["unreadable"] == found.description["unreadable"]
     assert [line.split()[0] for line in found.description["unreadable"]] == [torn, empty]
     assert found.description["unreadable"][1].endswith("(the file is empty)")
     left = {name: content for name, content in FILES.items() if name not in (torn, empty)}
-    torch.testing.assert_close(found.mean, expected_statistics(left).mean, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(found.mean, expected_statistics(left)[0], rtol=1e-6, atol=1e-7)
     (source / "a.JPEG").symlink_to(tmp_path / "nowhere")
     assert "No such file" in build(source, tmp_path / "cache", allow_count=True).description["unreadable"][2]
 
@@ -223,7 +220,7 @@ def test_cache_is_used_until_files_or_preprocessing_change(
     changed.write_bytes(encoded(photo(99)))
     os.utime(changed, ns=(1, 1))
     assert calls() == PHOTOS
-    assert not [*cache.rglob("*.part"), *cache.rglob("chunk-*")]
+    assert not [*cache.rglob("*.part")]
     monkeypatch.setattr(reference, "FULL_COUNT", PHOTOS)
     assert build(source, cache).metric_suffix == ""
     assert build(source, cache, size=16, resize="crop").metric_suffix == " (reference cropped to 16)"
@@ -300,55 +297,36 @@ def test_processes_of_a_launch_agree_and_share_the_work(source: Path, tmp_path: 
     }
     for said, (case, parts) in itertools.product(both, expected.items()):
         assert all(part in said[case] for part in parts), said[case]
-    mean = expected_statistics().mean.float()
+    mean = expected_statistics()[0].float()
     for said in both:
         torch.testing.assert_close(torch.tensor(said["shared"]), mean, rtol=1e-6, atol=1e-7)
     assert both[0]["left"] == [] and {said["calls"] for said in both} == {5, 7}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_damaged_cache_is_computed_again(source: Path, tmp_path: Path) -> None:
-    before = build(source, tmp_path / "cache")
-    np.save(tmp_path / "other.npy", np.zeros((3, 3), dtype=np.float32))
-    for name in ("reference.json", "statistics.npz", "sample.npy"):
-        (file,) = (tmp_path / "cache").glob(f"*/{name}")
-        whole = file.read_bytes()
-        for content in (b"", whole[: len(whole) // 2], b"{}", (tmp_path / "other.npy").read_bytes()):
-            file.write_bytes(content)
-            assert torch.equal(before.covariance, build(source, tmp_path / "cache").covariance)
-            assert file.read_bytes() == whole
-
-
 def test_statistics_of_another_tool(tmp_path: Path) -> None:
-    expected = expected_statistics()
-    sigma = expected.covariance.float().numpy()
+    mean, covariance = expected_statistics()
+    sigma = covariance.float().numpy()
     sigma[0, 1] *= 1 + 1e-6  # rounding of single precision
-    np.savez(tmp_path / "other.npz", mu=expected.mean, sigma=sigma)
+    np.savez(tmp_path / "other.npz", mu=mean, sigma=sigma)
     found = build(tmp_path / "other.npz", tmp_path)
     assert (found.sample, found.description["count"], found.metric_suffix) == (None, None, " (statistics of other.npz)")
-    torch.testing.assert_close(found.covariance, expected.covariance, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.covariance, covariance, rtol=1e-5, atol=1e-6)
     assert torch.equal(found.covariance, found.covariance.T)
-    expected.save(tmp_path / "ours.npz")
-    assert build(tmp_path / "ours.npz", tmp_path).metric_suffix == " (12 reference images)"
-    with pytest.raises(ElfattError, match="accepted are 50000"):
-        build(tmp_path / "ours.npz", tmp_path, count=50_000)
     impossible: list[tuple[dict[str, Any], str]] = [
-        ({"count": "many"}, "cannot be read"),
-        ({"sigma": np.diag([-1.0] + 11 * [1.0])}, "negative eigenvalue -1"),
+        ({"sigma": np.diag([-1.0] + 11 * [1.0])}, "negative eigenvalue"),
         ({"sigma": np.triu(np.ones((12, 12)))}, "not symmetric"),
         ({"sigma": np.full((12, 12), np.nan)}, "NaN"),
         ({"sigma": np.eye(12) * 1e31}, "too large"),
         ({"sigma": np.zeros((12, 12))}, "one image over and over"),
         ({"sigma": np.ones((12, 12), dtype=object)}, "cannot be read"),
-        ({"sigma": np.eye(13)}, r"\(13, 13\)"),
+        ({"sigma": np.eye(13)}, r"\(13, 13\); extractor regions needs"),
         ({"mu": np.array(["1"] * 12)}, "cannot be read"),
         ({"mu": np.full(12, 1j)}, "cannot be read"),
-        ({"mu": np.zeros(48), "sigma": np.eye(48)}, "48 features; extractor regions needs 12"),
+        ({"mu": np.zeros(48), "sigma": np.eye(48)}, r"\(48,\) and .*; extractor regions needs \(12,\)"),
         ({}, "cannot be read"),
     ]
     for changed, said in impossible:
-        odd = {"mu": np.zeros(12), "sigma": np.eye(12), "count": np.int64(PHOTOS), **changed}
-        np.savez(tmp_path / "odd.npz", **odd)
+        np.savez(tmp_path / "odd.npz", **{"mu": np.zeros(12), "sigma": np.eye(12), **changed})
         if not changed:
             (tmp_path / "odd.npz").write_text("no archive")
         with pytest.raises(ElfattError, match=said) as error:
