@@ -222,13 +222,7 @@ def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:
             wrong = "a sigma that is no covariance: it is not symmetric, or has a negative eigenvalue"
     if wrong:
         raise ElfattError(f"reference {path} has {wrong}.")
-    digest = sha256_of_file(path)
+    digest, unreadable = sha256_of_file(path), list[str]()
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])
-    description: dict[str, Any] = {
-        "source": str(path),
-        "sha256": digest,
-        "count": None,
-        "identity": identity,
-        "unreadable": [],
-    }
+    description = {"source": str(path), "sha256": digest, "count": None, "identity": identity, "unreadable": unreadable}
     return Reference(mean, covariance, None, identity, f" (statistics of {path.name})", description)
