@@ -36,10 +36,9 @@ KINDS = {
     "clip-score": "the directory of a CLIP model",
     "pickscore": "the directory of PickScore",
     "hpsv2": "the directory of HPS v2, converted to a CLIP model of transformers",
-    "prdc": "",
     "cmmd": "",
 }
-OF_FEATURES = ("prdc", "cmmd")
+OF_FEATURES = ("cmmd",)
 _TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
 # Figures that a report has already: distances, and what compares with the untouched image.
 _TAKEN = re.compile(r"(FID|KID|FD|KD|PSNR|SSIM|cosine|accuracy)\b.*|cell|label|method|role|images|classes|failed", re.I)

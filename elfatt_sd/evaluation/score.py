@@ -42,7 +42,6 @@ from elfatt_sd.evaluation.statistics import (
     even_classes,
     kernel_distance,
     kernel_within,
-    neighbour_figures,
     share_interval,
     verdict,
 )
@@ -135,10 +134,8 @@ def build_references(
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
     """Return what scores depend on besides the images: hashes of extractors with their references, and of metrics."""
-    kinds = [choice.metric for choice in protocol.metrics]
-    if "prdc" in kinds and not extractors:
-        raise ElfattError("metric 'prdc' needs features; give an extractor and a reference.")
-    if "cmmd" in kinds and not any(extractor.name == "clip" for extractor in extractors):
+    asked = any(choice.metric == "cmmd" for choice in protocol.metrics)
+    if asked and not any(extractor.name == "clip" for extractor in extractors):
         raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")
     metrics = load_metrics(protocol.metrics, network_device(protocol))
     wanted, classes = protocol.reference, _classes(protocol)
@@ -320,10 +317,6 @@ class Scale:
             return found
         title = extractor.kernel_name + self.reference.metric_suffix
         found["distances", title] = Known(kernel_distance(features, sample, classes, within=self.within))
-        if "prdc" in wanted:
-            where = extractor.distance_name.removeprefix("FD-").replace("FID", "Inception", 1)
-            for name, estimate in neighbour_figures(features, sample, classes).items():
-                found["metrics", f"{name} ({where})"] = Known(estimate, "higher")
         if "cmmd" in wanted and extractor.name == "clip":
             published = (recipe.get("crop"), extractor.dimension) == (336, 768)
             name = "CMMD" if published else f"CMMD ({str(recipe.get('sha256'))[:8]})"

@@ -25,7 +25,6 @@ FEWEST_CLASSES = 30
 KERNEL_SAMPLE = 5000  # images of a block, and of the reference, at most
 ROWS_AT_ONCE = 1024  # of a piece of the kernel matrix
 WIDTH, CMMD_SCALE = 10.0, 1000  # of the Gaussian kernel, and of the distance with it
-NEIGHBOURS, PIECE = 5, 512  # as Naeem et al. have it; rows of a piece of the matrix of distances
 Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
 ROWS = 4096  # of features that are in float64 at once
 LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's interval takes, is still a number
@@ -186,64 +185,6 @@ def cmmd(features: Tensor, reference: Tensor, groups: Groups) -> ClassEstimate:
     found, known = (nn.functional.normalize(each.double(), dim=1) for each in (features, reference))
     distance = kernel_distance(found, known, groups, kernel=gaussian)
     return ClassEstimate(distance.value * CMMD_SCALE, distance.moves * CMMD_SCALE)
-
-
-# Kynkaanniemi et al. 2019; Naeem et al. 2020. With r(x) the distance of x to its k-th neighbour within its own set,
-# over images x and reference images y:
-#     precision = mean over x of [some y has |x - y| <= r(y)]
-#     density   = mean over x of the number of y with |x - y| <= r(y), divided by k
-#     recall    = mean over y of [some x has |x - y| <= r(x)]
-#     coverage  = mean over y of [some x has |x - y| <= r(y)]
-# Precision and density are means over images. Recall and coverage are not: their moves are what they lose or gain
-# without each class, its images neither there nor neighbours of others.
-def neighbour_figures(features: Tensor, reference: Tensor, groups: Groups) -> dict[str, ClassEstimate]:
-    """Return precision, recall, density and coverage, and how far each class of images moves them."""
-    check_enough(min(len(features), len(reference)))
-    images, known = features.float(), reference.float()
-    classes, place = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True)
-    radii = _nearest(known, NEIGHBOURS + 1)[0][:, -1]
-    # of one class, no more are left out; the first neighbour is the image itself
-    own, indices = _nearest(images, min(NEIGHBOURS + 1 + int(torch.bincount(place).max()), len(images)))
-    own_radii, own_classes = own[:, NEIGHBOURS], place[indices[:, 1:]]
-    counts = torch.zeros(len(images), dtype=torch.float64, device="cpu")
-    # the reference images that each class reaches; those that others reach only without it
-    covered, recalled, gained = torch.zeros(3, len(classes), len(known), dtype=torch.bool, device="cpu")
-    for rows in torch.split(torch.arange(len(images), device="cpu"), PIECE):
-        far = torch.cdist(images[rows], known)
-        counts[rows] = (far <= radii).sum(1).double()
-        for row, number, distances in zip(rows.tolist(), place[rows].tolist(), far, strict=True):
-            covered[number] |= distances <= radii
-            recalled[number] |= distances <= own_radii[row]
-            # without a class that some of its neighbours are of, an image's own radius is wider
-            for without in set(own_classes[row, :NEIGHBOURS].tolist()) - {number}:
-                left = own[row, 1:][own_classes[row] != without]
-                if len(left) >= NEIGHBOURS:
-                    gained[without] |= distances <= left[NEIGHBOURS - 1].item()
-    return {
-        "Precision": ClassEstimate.mean((counts > 0).double(), groups),
-        "Recall": _reached(recalled, gained),
-        "Density": ClassEstimate.mean(counts / NEIGHBOURS, groups),
-        "Coverage": _reached(covered, torch.zeros_like(covered, device="cpu")),
-    }
-
-
-def check_enough(count: int) -> None:
-    if count <= NEIGHBOURS:
-        raise ElfattError(f"metric 'prdc' needs more than {NEIGHBOURS} images and reference images; there are {count}.")
-
-
-def _nearest(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Distances and indices `[n, count]` of the nearest of all points to each, itself the first."""
-    found = [torch.cdist(part, points).topk(count, largest=False) for part in torch.split(points, PIECE)]
-    return torch.cat([each.values for each in found]), torch.cat([each.indices for each in found])
-
-
-def _reached(by: Tensor, gained: Tensor) -> ClassEstimate:
-    """The fraction of reference images that is reached, and by how much each class moves it."""
-    times = by.sum(0)
-    value = (times > 0).double().mean().item()
-    without = [((times > own.int()) | more).double().mean() for own, more in zip(by, gained, strict=True)]
-    return ClassEstimate(value, left_out(torch.stack(without))[None])
 
 
 def moments(*pieces: Tensor) -> tuple[Tensor, Tensor]:

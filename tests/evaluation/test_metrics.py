@@ -147,7 +147,7 @@ def test_what_is_refused(
     cases: list[tuple[dict[str, Any], Any, str]] = [
         ({"metric": "lpip"}, None, "accepted: lpips, dists"),
         ({"metric": "lpips"}, None, "accepted: weights, torchvision's file"),
-        ({"metric": "prdc", "weights": "x"}, None, "accepted: none"),
+        ({"metric": "cmmd", "weights": "x"}, None, "accepted: none"),
         ({"metric": "lpips", "weights": "x", "better": "lower"}, None, "better='lower'"),
         ({"metric": "lpips", "weights": "absent.pth"}, None, "weights absent.pth cannot be loaded"),
         ({"metric": "clip-score", "weights": "absent"}, None, "no config.json"),
@@ -171,9 +171,8 @@ def test_what_is_refused(
         with pytest.raises(ElfattError, match=reason) as raised:
             load(**choice).measure(Batch(images(0), PROMPTS))
         assert "\n" not in str(raised.value)
-    for kind, reason in (("cmmd", "needs CLIP's features"), ("prdc", "needs features; give an extractor")):
-        with pytest.raises(ElfattError, match=reason):
-            score_inputs(runs.protocol(metrics=(MetricChoice(kind),)), [])
+    with pytest.raises(ElfattError, match="needs CLIP's features"):
+        score_inputs(runs.protocol(metrics=(MetricChoice("cmmd"),)), [])
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torchvision" else object())
     with pytest.raises(ElfattError, match=r"pip install .*inception"):
         load(metric="lpips", weights=str(classifiers["alexnet"]))

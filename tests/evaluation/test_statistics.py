@@ -19,7 +19,6 @@ from elfatt_sd.evaluation.frechet import Target, frechet_figures
 from elfatt_sd.evaluation.statistics import (
     BETTER,
     FEWEST_CLASSES,
-    NEIGHBOURS,
     NO_DIFFERENCE,
     TOO_FEW,
     WORSE,
@@ -29,7 +28,6 @@ from elfatt_sd.evaluation.statistics import (
     kernel_distance,
     left_out,
     moments,
-    neighbour_figures,
     share_interval,
     verdict,
 )
@@ -138,35 +136,6 @@ def test_kernel_distances_are_their_definitions(monkeypatch: pytest.MonkeyPatch)
     assert found.value == pytest.approx(sum(part.value for part in parts) / 3)
     assert found.value == pytest.approx(whole.value, rel=0.05)
     assert found.standard_error() == pytest.approx(whole.standard_error(), rel=0.1)
-
-
-def by_definition(images: Tensor, known: Tensor) -> dict[str, float]:
-    """Precision, recall, density and coverage by all pairs."""
-    of_known, of_images = (torch.cdist(each, each).sort().values[:, NEIGHBOURS] for each in (known, images))
-    far = torch.cdist(images, known)
-    return {
-        "Precision": (far <= of_known).any(1).double().mean().item(),
-        "Recall": (far <= of_images[:, None]).any(0).double().mean().item(),
-        "Density": (far <= of_known).double().sum(1).mean().item() / NEIGHBOURS,
-        "Coverage": (far <= of_known).any(0).double().mean().item(),
-    }
-
-
-@pytest.mark.parametrize("each", [1, 2, 7])
-def test_neighbours_are_those_of_the_definitions_with_and_without_each_class(each: int) -> None:
-    images, known = normal(60, 3, 1) + 0.6, normal(50, 3, 1001)
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
-    groups = torch.arange(60) // each
-    found = neighbour_figures(images[order], known, groups[order])
-    expected = by_definition(images, known)
-    assert {name: figure.value for name, figure in found.items()} == pytest.approx(expected)
-    assert all(0 < value < 2 for value in expected.values())
-    rest = [by_definition(images[groups != left], known) for left in groups.unique()]
-    for name in ("Recall", "Coverage"):
-        without = torch.tensor([figures[name] for figures in rest], dtype=torch.float64)
-        torch.testing.assert_close(found[name].moves[0], left_out(without), rtol=0, atol=1e-12)
-    with pytest.raises(ElfattError, match=f"more than {NEIGHBOURS}"):
-        neighbour_figures(images[:NEIGHBOURS], known, range(NEIGHBOURS))
 
 
 def published(features: Tensor, mean: Tensor, covariance: Tensor) -> float:
@@ -327,16 +296,3 @@ def test_few_classes_miss_rare_damage() -> None:
     assert few.accuracy_difference < 40 / RUNS < 52 / RUNS <= enough.accuracy_difference
     assert few.better_as_published > 10 / RUNS > enough.better_as_published
     assert fewest.better <= 6 / RUNS  # a rate of 5 %, and two standard deviations of chance
-
-
-def test_intervals_of_paired_differences_of_neighbours_cover() -> None:
-    """Two methods of the same latents; the truth is the mean over many draws. Jackknives of such figures are wide."""
-    known, runs = normal(300, 4, 10_000), []
-    for seed in range(40):
-        images = normal(200, 4, seed)
-        runs.append([neighbour_figures(each, known, range(200)) for each in (images * 0.75 + 0.2, images * 0.6)])
-    for name in ("Recall", "Density", "Coverage"):
-        found = [first[name] - second[name] for first, second in runs]
-        truth = sum(each.value for each in found) / len(found)
-        intervals = [each.interval() for each in found]
-        assert sum(ends is not None and ends[0] <= truth <= ends[1] for ends in intervals) >= 37, name
