@@ -14,13 +14,14 @@ import errno
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import platform
 import re
 import secrets
 import threading
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -74,15 +75,13 @@ class Source:
 
     entries: Sequence[Entry]
     fingerprint: Any  # plain data that changes when the images do: names, sizes and times of files
-    read: Callable[[Entry], Any]  # returns the decoded image of an entry; safe to call from several threads
-    prepare: Callable[[Any], Pixels] = np.array  # what happens to a decoded image
-
+    read: Callable[[Entry], Any]  # returns the image of an entry; safe to call from several threads
     frames: int = 1  # of each; clips have several, which lie below each other
 
     def load(self, places: range) -> Iterator[Decoded]:
         def one(entry: Entry) -> Decoded:
             try:
-                return self.prepare(self.read(entry))
+                return np.array(self.read(entry))
             except (ElfattError, MemoryError):
                 raise
             except Exception as error:  # Pillow raises many kinds for damaged files
@@ -117,12 +116,8 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
     if "" in groups or len(groups) < 2:
         remedy = "give one folder per class, or tables with labels"
         raise ElfattError(f"reference {path} has no classes, which per_class={per_class} needs; {remedy}.")
-    seen: Counter[str] = Counter()
-    kept = []
-    for entry in found.entries:
-        seen[entry.group] += 1
-        kept += [entry] if seen[entry.group] <= per_class else []
-    return replace(found, entries=kept)
+    seen = defaultdict[str, Iterator[int]](itertools.count)
+    return replace(found, entries=[entry for entry in found.entries if next(seen[entry.group]) < per_class])
 
 
 def check_exists(source: str) -> None:
@@ -170,8 +165,7 @@ def _tables(files: Sequence[Path]) -> Source:
     need("a .parquet reference", "pyarrow")
     import pyarrow.parquet as parquet
 
-    tables: dict[Path, tuple[Any, str]] = {}
-    entries: list[Entry] = []
+    entries = list[Entry]()
     for file in files:
         try:
             table = parquet.ParquetFile(file)
@@ -187,21 +181,19 @@ def _tables(files: Sequence[Path]) -> Source:
         if len(named) != 1:
             what = f"bytes in the columns {', '.join(named)}" if named else f"no bytes in {', '.join(schema.names)}"
             raise ElfattError(f"reference {file} has {what}; accepted: one column, or one named {', '.join(_COLUMNS)}.")
-        tables[file] = table, named[0]
-        places = [(file, number, row) for number, size in enumerate(sizes) for row in range(size)]
-        for index, (place, group) in enumerate(zip(places, groups, strict=True)):
-            entries.append(Entry(f"{file.name}:{index}", place, str(group)))
+        places = [(table, named[0], number, row) for number, size in enumerate(sizes) for row in range(size)]
+        names = (f"{file.name}:{index}" for index in range(len(places)))
+        entries += map(Entry, names, places, map(str, groups))
     lock = threading.Lock()
 
     @functools.lru_cache(maxsize=1)
-    def row_group(file: Path, number: int) -> Any:
-        table, column = tables[file]
+    def row_group(table: Any, column: str, number: int) -> Any:
         return table.read_row_group(number, columns=[column]).column(0)
 
     def read(entry: Entry) -> Any:
-        file, number, row = entry.where
+        *group, row = entry.where
         with lock:
-            value = row_group(file, number)[row].as_py()
+            value = row_group(*group)[row].as_py()
         content = value.get("bytes") if isinstance(value, dict) else value
         if not content:
             raise OSError("the row holds no bytes")
@@ -335,16 +327,10 @@ def _extract_range(
     return torch.cat(features), unreadable
 
 
-def load_plain(path: Path) -> Any:
-    if not os.path.isfile(path):  # a pipe would be waited for
-        raise FileNotFoundError("it is not a plain file")
-    return np.load(path, allow_pickle=False)
-
-
 def read_chunk(path: Path) -> tuple[Tensor, list[str]]:
     """Return the features `[k, d]` of a chunk and the names of images that cannot be read."""
     try:
-        with load_plain(path) as data:
+        with np.load(path) as data:
             return torch.from_numpy(data["features"]), json.loads(str(data["unreadable"]))
     except Exception as error:  # NumPy raises many kinds for damaged files
         raise ElfattError(f"{path} is missing or damaged; give the same command again.") from error

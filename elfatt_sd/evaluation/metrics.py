@@ -216,7 +216,16 @@ def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
         network = _LPIPS(pretrained=True, net=net, pnet_rand=True)  # type: ignore[arg-type]
         compare, classifier = functools.partial(network, normalize=True), network.net
     else:
-        compare = classifier = network = _dists_network()
+        from torchmetrics.functional.image import dists
+        from torchvision.models.vgg import cfgs, make_layers
+
+        untrained = SimpleNamespace(features=make_layers(cfgs["D"], batch_norm=False))
+        module: Any = dists
+        published, module.vgg16 = module.vgg16, lambda weights: untrained  # which would be downloaded
+        try:
+            compare = classifier = network = module.DISTSNetwork()
+        finally:
+            module.vgg16 = published
     places = [name for name, _ in classifier.named_parameters() if name not in ("alpha", "beta")]
     with vision.loading(f"weights {path}"):  # a classifier's layers, `features.N`, where the network has the same N
         parts = {name: 2 if name.startswith("slices") else 1 for name in places}  # of `slices.0.N`; of `slice1.N`
@@ -236,17 +245,3 @@ def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
         return batch.by_image(torch.cat(parts))
 
     return ImageMetric(name, measure, {"sha256": digest}, compares=True)
-
-
-def _dists_network() -> Any:
-    """DISTS without the download of VGG16 that torchmetrics begins with."""
-    from torchmetrics.functional.image import dists
-    from torchvision.models.vgg import cfgs, make_layers
-
-    untrained = SimpleNamespace(features=make_layers(cfgs["D"], batch_norm=False))
-    module: Any = dists
-    published, module.vgg16 = module.vgg16, lambda weights: untrained
-    try:
-        return module.DISTSNetwork()
-    finally:
-        module.vgg16 = published

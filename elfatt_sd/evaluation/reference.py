@@ -26,7 +26,6 @@ from elfatt_sd.evaluation.extraction import (
     check_shared,
     extract,
     gathered,
-    load_plain,
     open_source,
     read_chunk,
     together,
@@ -65,14 +64,14 @@ class Reference:
             )
 
 
-def resized(picture: Any, size: int, resize: str, filter: str) -> Pixels:
+def resized(picture: Any, size: int, resize: str, filter: str) -> Any:
     """Bring an image to a square: `crop` takes the centre, `stretch` changes the proportions, `none` does nothing."""
     if resize != "none" and picture.size != (size, size):
         from PIL import Image, ImageOps
 
         scale = ImageOps.fit if resize == "crop" else Image.Image.resize
         picture = scale(picture, (size, size), Image.Resampling[filter.upper()])  # which always antialiases
-    return np.array(picture)
+    return picture
 
 
 def build_reference(
@@ -130,7 +129,8 @@ def check_reference(
         fingerprint = pictures.fingerprint
     else:
         recipe = _recipe(wanted)
-        pictures = replace(open_source(wanted.source, wanted.per_class), prepare=functools.partial(resized, **recipe))
+        found = open_source(wanted.source, wanted.per_class)
+        pictures = replace(found, read=lambda entry: resized(found.read(entry), **recipe))
         _check_count(wanted, len(pictures.entries))
         fingerprint = [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, DECODING]
     version = torch.__version__.partition("+")[0]
@@ -204,7 +204,7 @@ def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
     path, size = Path(wanted.source), extractor.dimension
     try:
-        with load_plain(path) as data:
+        with np.load(path) as data:
             arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))
             mean, sigma = map(torch.from_numpy, arrays)
     except Exception as error:  # NumPy raises many kinds for damaged files

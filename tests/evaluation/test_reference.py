@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import io
 import itertools
-import json
 import os
-import shutil
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,9 +171,9 @@ def test_images_are_decoded_as_pytorch_fid_and_clean_fid_do() -> None:
     assert decode(encoded(image, exif=exif)).size == (4, 8)
     wide = Image.new("RGB", (60, 20), "red")
     wide.paste("blue", (20, 0, 40, 20))
-    assert set(map(tuple, resized(wide, 10, "crop", "box").reshape(-1, 3).tolist())) == {(0, 0, 255)}
-    assert resized(wide, 10, "stretch", "bicubic").shape == (10, 10, 3)
-    assert resized(wide, 0, "none", "bicubic").shape == (20, 60, 3)
+    assert resized(wide, 10, "crop", "box").getcolors() == [(100, (0, 0, 255))]
+    assert resized(wide, 10, "stretch", "bicubic").size == (10, 10)
+    assert resized(wide, 0, "none", "bicubic").size == (60, 20)
 
 
 def test_what_cannot_be_decoded_without_loss_is_refused() -> None:
@@ -236,71 +234,40 @@ def test_cache_is_used_until_files_or_preprocessing_change(
     assert max(sizes) == 2
 
 
-LAUNCHED = """
-import json, os, sys
-from pathlib import Path
-from support.runs import build, regions
-from elfatt_sd.evaluation import extraction
-
-extraction.process_state("cpu")
-extraction.CHUNK = 5
-place, rank = Path(sys.argv[1]), os.environ["RANK"]
-
-def attempt(source, cache, extractor=None):
-    try:
-        return build(place / source, place / cache, extractor).mean.tolist()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-def broken(*_):
-    raise RuntimeError("the cable is out")
-
-half, whole = regions(), regions()
-if rank == "1":
-    half.network.register_forward_hook(broken)
-said = {
-    "apart": attempt("flat", "apart" + rank),
-    "missing": attempt("copy" + rank * 2, "shared"),
-    "other times": attempt("copy" + rank, "shared"),
-    "no folder": attempt("flat", "flat/notes.txt"),
-    "one fails": attempt("flat", "failed", half),
-    "shared": attempt("flat", "shared", whole),
-    "left": sorted(path.name for path in place.glob("*/.seen-*")),
-    "calls": whole.network.calls,
-}
-(place / f"said{rank}.json").write_text(json.dumps(said))
-extraction.leave_processes()
-"""
-
-
-def test_processes_of_a_launch_agree_and_share_the_work(source: Path, tmp_path: Path) -> None:
-    """Two processes, as on two machines: with caches and pictures of their own, and with shared ones."""
-    for name in ("copy0", "copy1", "copy00"):
-        shutil.copytree(source, tmp_path / name, copy_function=shutil.copyfile)  # with times of their own
-    (tmp_path / "start.py").write_text(LAUNCHED)
-    launch = [*runs.TWO_PROCESSES, str(tmp_path / "start.py"), str(tmp_path)]
-    paths = os.pathsep.join((str(runs.ROOT), str(runs.ROOT / "tests")))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    both = [json.loads((tmp_path / f"said{rank}.json").read_text()) for rank in range(2)]
-    expected = {
-        "apart": (
-            f"{tmp_path / 'apart0'} on ",
-            f"not that of another process, {tmp_path / 'apart1'} on ",
-            "ELFATT_SD_CACHE",
+def test_processes_of_a_launch_share_the_work_and_agree(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One after the other, and with made-up answers of another one; `test_generate.py` starts two."""
+    for rank, share in ((1, 5), (0, 7)):
+        state, extractor = SimpleNamespace(process_index=rank, num_processes=2), regions()
+        with monkeypatch.context() as patch:
+            patch.setattr(extraction, "process_state", lambda state=state: state)
+            chunks = extract(open_source(source), extractor, tmp_path / "rows")
+        assert int(extractor.network.calls) == share  # type: ignore[arg-type]
+    features = torch.cat([read_chunk(path)[0] for path in chunks])
+    torch.testing.assert_close(features.double().mean(0), expected_statistics()[0], rtol=1e-6, atol=1e-7)
+    told: list[Any] = []
+    answers: tuple[tuple[Callable[[Any], Any], str], ...] = (
+        (lambda own: "the cable is out" if own is None else own, "the cable is out"),
+        (
+            lambda own: "another" if isinstance(own, str) else own,
+            r"not the same in all processes \(names, sizes",
         ),
-        "missing": ("copy11 does not exist",),
-        "other times": ("is not the same in all processes (names, sizes or times",),
-        "no folder": ("File exists", "notes.txt"),
-        "one fails": ("Error: the cable is out",),
-    }
-    for said, (case, parts) in itertools.product(both, expected.items()):
-        assert all(part in said[case] for part in parts), said[case]
-    mean = expected_statistics()[0].float()
-    for said in both:
-        torch.testing.assert_close(torch.tensor(said["shared"]), mean, rtol=1e-6, atol=1e-7)
-    assert both[0]["left"] == [] and {said["calls"] for said in both} == {5, 7}
+        (
+            lambda own: (False, "b") if isinstance(own, tuple) else own,
+            "not that of another process, b; set ELFATT",
+        ),
+    )
+    monkeypatch.setattr(extraction, "among_others", lambda: True)
+    for answer, said in answers:
+        gather = lambda own, answer=answer: told.extend(own) or [*own, *map(answer, own)]  # noqa: E731
+        monkeypatch.setattr("accelerate.utils.gather_object", gather)
+        with pytest.raises(ElfattError, match=said):
+            build(source, tmp_path / "cache")
+    with pytest.raises(ElfattError, match="nowhere does not exist"):
+        build(tmp_path / "nowhere", tmp_path / "cache")
+    assert "nowhere does not exist" in told[-1], "the others fail, too"
+    assert not [*tmp_path.rglob(".seen-*")]
 
 
 def test_statistics_of_another_tool(tmp_path: Path) -> None:
