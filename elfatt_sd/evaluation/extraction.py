@@ -129,14 +129,10 @@ def check_exists(source: str) -> None:
 
 
 def _folder(folder: Path) -> Source:
-    """List the images in a folder and in all below it, linked ones too, without what is hidden."""
-
-    def tell(error: OSError) -> None:
-        raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
-
+    """List the images in a folder and in all below it that can be read, linked ones too, without what is hidden."""
     found: list[tuple[str, Path]] = []
     seen: set[tuple[int, int]] = set()  # a link may lead back, or several to one folder
-    for place, folders, files in os.walk(folder, onerror=tell, followlinks=True):
+    for place, folders, files in os.walk(folder, followlinks=True):
         status = os.stat(place)
         if (status.st_dev, status.st_ino) in seen:
             folders.clear()

@@ -255,26 +255,6 @@ def test_inception_resizes_as_tensorflow_did_and_only_the_published_weights_give
     assert (other_scale - whole).abs().max() < 0.1 * whole.abs().max()
 
 
-@pytest.mark.parametrize("size", [(64, 80), (512, 512), (300, 299)])
-def test_pytorch_fid_and_clean_fid_give_the_same_features(inception_file: Path, size: tuple[int, int]) -> None:
-    package = pytest.importorskip("pytorch_fid.inception", reason="pip install --no-deps pytorch-fid clean-fid")
-    clean = pytest.importorskip("cleanfid.resize", reason="pip install --no-deps clean-fid")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(package, "load_state_dict_from_url", lambda *_, **__: torch.load(inception_file))
-        network = package.InceptionV3([3]).eval()
-    images = pictures(1, *size)
-    with torch.no_grad():
-        wanted = network(images / 255)[0].flatten(1)
-    torch.testing.assert_close(inception("inception:pytorch-fid", inception_file)(images), wanted, rtol=1e-4, atol=1e-5)
-    resized = torch.from_numpy(clean.build_resizer("clean")(images[0].permute(1, 2, 0).numpy())).permute(2, 0, 1)
-    # of 255: torch weighs in single precision
-    torch.testing.assert_close(features.resized(images, (299, 299))[0], resized, rtol=0, atol=1e-2)
-    extractor = inception("inception:clean-fid", inception_file)
-    with torch.no_grad():
-        wanted = extractor.network((resized[None] - 128) / 128)
-    torch.testing.assert_close(extractor(images), wanted, rtol=1e-3, atol=1e-4)
-
-
 def test_toy_features_and_attributes() -> None:
     extractor, images = load_extractor("toy"), pictures(2, 256, 256)
     found = extractor(images)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from support import runs
-from support.runs import FILES, PHOTOS, WNIDS, build, encoded, expected_statistics, flat, photo, regions
+from support.runs import FILES, PHOTOS, build, encoded, expected_statistics, flat, photo, regions
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import extraction, reference
@@ -71,16 +71,6 @@ def test_bad_sources(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for name, options, reason in cases:
         with pytest.raises(ElfattError, match=reason):
             build(tmp_path / name if name else "", tmp_path / "cache", **options)
-    scan, folder = os.scandir, runs.classes(tmp_path)
-
-    def refuse(place: Any) -> Any:
-        if Path(place).name == WNIDS[1]:
-            raise PermissionError(13, "Permission denied", str(place))
-        return scan(place)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ElfattError, match=rf"{WNIDS[1]} cannot be read \(Permission denied\)"):
-        open_source(folder)
 
 
 def test_columns_of_tables(tmp_path: Path) -> None:
