@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import functools
 import hashlib
 import io
@@ -49,7 +48,6 @@ BATCH = 32  # images that go through the network together
 LARGEST_BATCH = 100_000_000  # bytes of its images
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]  # `[h, w, 3]`
 Decoded = Pixels | str  # an image, or its name and what is wrong with it
-_LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)  # what is wrong with a file for good; the rest may pass
 _END_OF_JPEG = b"\xff\xd9"
 SUFFIXES = re.compile(
     r"\.(apng|avif|bmp|dib|gif|hei[cf]|j2k|jfif|jp2|jpe?g?|jpf|jpx|jxl|p[bgnp]m|pcx|png|qoi|sgi|tga|tiff?|webp)"
@@ -85,10 +83,10 @@ class Source:
             except (ElfattError, MemoryError):
                 raise
             except Exception as error:  # Pillow raises many kinds for damaged files
-                if isinstance(error, OSError) and error.errno not in _LASTING:
-                    reason = f"{error.strerror}; give the same command again"
-                    raise ElfattError(f"{entry.name} cannot be read: {reason}.") from error
-                return f"{entry.name} ({getattr(error, 'strerror', None) or error})"
+                if isinstance(error, OSError) and error.errno:  # of the disk, which may pass
+                    remedy = "put that right, and give the same command again"
+                    raise ElfattError(f"{entry.name} cannot be read ({error.strerror}); {remedy}.") from error
+                return f"{entry.name} ({error})"
 
         with ThreadPoolExecutor(THREADS) as pool:
             ahead: deque[Any] = deque()
@@ -130,30 +128,24 @@ def check_exists(source: str) -> None:
 
 def _folder(folder: Path) -> Source:
     """List the images in a folder and in all below it that can be read, linked ones too, without what is hidden."""
-    found: list[tuple[str, Path]] = []
-    seen: set[tuple[int, int]] = set()  # a link may lead back, or several to one folder
+    found, seen = list[tuple[str, Path]](), set[str]()
     for place, folders, files in os.walk(folder, followlinks=True):
-        status = os.stat(place)
-        if (status.st_dev, status.st_ino) in seen:
+        real = os.path.realpath(place)
+        if real in seen:  # a link may lead back, or several to one folder
             folders.clear()
             continue
-        seen.add((status.st_dev, status.st_ino))
+        seen.add(real)
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         shown = [Path(place, name) for name in files if not is_hidden(name)]
-        found += [
-            (path.relative_to(folder).as_posix(), path) for path in shown if SUFFIXES.fullmatch(path.suffix.lower())
-        ]
+        images = [path for path in shown if SUFFIXES.fullmatch(path.suffix.lower()) and path.is_file()]
+        found += [(path.relative_to(folder).as_posix(), path) for path in images]
     found.sort()
     entries = [Entry(name, path, Path(name).parent.name) for name, path in found]
-    stamps = [_stamp(name, path) for name, path in found]
-    return Source(entries, stamps, lambda entry: decode(read_plain(entry.where)))
+    return Source(entries, [_stamp(*each) for each in found], lambda entry: decode(read_plain(entry.where)))
 
 
 def _stamp(name: str, path: Path) -> list[Any]:
-    try:
-        status = path.stat()
-    except OSError:  # such as a link to nowhere, which is named when it is read
-        return [name, None, None]
+    status = path.stat()
     return [name, status.st_size, status.st_mtime_ns]
 
 
@@ -255,14 +247,10 @@ class Images:
 
         def read(entry: Entry) -> Any:
             path, digest = entry.where
-            remedy = "put it back, or delete its row's manifest to remake it"
-            try:
-                content = read_plain(path)
-            except OSError as error:
-                raise ElfattError(f"image {path} cannot be read ({error.strerror}); {remedy}.") from error
+            content = read_plain(path)
             if hashlib.sha256(content).hexdigest() != digest:
                 what = "was altered after generation (its sha256 is not the manifest's)"
-                raise ElfattError(f"{path} {what}; {remedy}.")
+                raise ElfattError(f"{path} {what}; put it back, or delete its row's manifest to remake it.")
             return decode(content)
 
         entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
@@ -291,8 +279,7 @@ def extract(
         for number in range(state.process_index, len(paths), state.num_processes):
             with contextlib.suppress(ElfattError):
                 features, unreadable = read_chunk(paths[number])
-                whole = len(features) == (len(chunks[number]) - len(unreadable)) * pictures.frames
-                if whole and features.isfinite().all():
+                if len(features) == (len(chunks[number]) - len(unreadable)) * pictures.frames:
                     continue
             features, unreadable = _extract_range(pictures, extractor, chunks[number], progress, title)
             with atomic_file(paths[number]) as file:

@@ -106,7 +106,11 @@ def build_reference(
     count = len(features)
     _check_count(wanted, count, unreadable)
     sample = min(count, KERNEL_SAMPLE)
-    suffix = "" if wanted.source == "toy" else _suffix(count, wanted.resize, wanted.size)
+    unusual = [] if count == FULL_COUNT else [f"{count} reference images"]
+    if wanted.resize != "none":
+        how = {"crop": "cropped", "stretch": "stretched"}[wanted.resize]
+        unusual.append(f"{'' if unusual else 'reference '}{how} to {wanted.size}")
+    suffix = f" ({', '.join(unusual)})" if unusual and wanted.source != "toy" else ""
     description = {"source": wanted.source, "identity": identity, **_recipe(wanted), "count": count}
     description |= {"unreadable": unreadable, "preprocessing": extractor.preprocessing}
     rows = [index * count // sample for index in range(sample)]
@@ -189,15 +193,6 @@ def scenes(wanted: tuple[int, ...]) -> tuple[Tensor, Tensor]:
                 place = places.pop()
                 labels[place], geometry[place] = drawn[0][row], drawn[1][row]
     return labels, geometry
-
-
-def _suffix(count: int, resize: str = "none", size: int = 0) -> str:
-    """Say in a metric's name what of its reference is not as usual: the number of images, or a resize before."""
-    parts = [] if count == FULL_COUNT else [f"{count} reference images"]
-    if resize != "none":
-        how = {"crop": "cropped", "stretch": "stretched"}[resize]
-        parts.append(f"{'' if parts else 'reference '}{how} to {size}")
-    return f" ({', '.join(parts)})" if parts else ""
 
 
 def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:

@@ -110,8 +110,6 @@ def test_unreadable_pictures_are_named_and_counted(source: Path, tmp_path: Path)
     assert found.description["unreadable"][1].endswith("(the file is empty)")
     left = {name: content for name, content in FILES.items() if name not in (torn, empty)}
     torch.testing.assert_close(found.mean, expected_statistics(left)[0], rtol=1e-6, atol=1e-7)
-    (source / "a.JPEG").symlink_to(tmp_path / "nowhere")
-    assert "No such file" in build(source, tmp_path / "cache", allow_count=True).description["unreadable"][2]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # numpy leaves a damaged zip open
@@ -129,7 +127,7 @@ def test_what_may_pass_is_not_kept_and_the_work_goes_on(
 
     monkeypatch.setattr(extraction, "decode", once)
     monkeypatch.setattr(reference, "KERNEL_SAMPLE", 4)
-    with pytest.raises((ElfattError, MemoryError), match=r"\.JPEG cannot be read: Input/output error; give|no memory"):
+    with pytest.raises((ElfattError, MemoryError), match=r"\.JPEG cannot be read \(Input/output error\)|no memory"):
         build(source, tmp_path / "cache", allow_count=True)
     extractor, whole = regions(), build(source, tmp_path / "whole")
     found = build(source, tmp_path / "cache", extractor)

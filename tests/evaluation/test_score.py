@@ -76,7 +76,7 @@ def test_altered_pictures_are_named_unfinished_rows_left_out_and_the_baseline_ne
     damages: tuple[tuple[Callable[[], object], str], ...] = (
         (lambda: Image.new("RGB", (256, 256), "red").save(victim), r"tome/images/00007\.png was altered"),
         (victim.unlink, r"tome/images/00007\.png cannot be read \(No such file"),
-        (lambda: os.mkfifo(victim), r"00007\.png cannot be read \(it is not a plain file\); put it back"),
+        (lambda: os.mkfifo(victim), r"00007\.png cannot be read \(it is not a plain file\); put that right"),
         (lambda: row.manifest.write_bytes(b"".join(lines[:3])), r"lists 3 images; accepted: 32; delete the file"),
     )
     for damage, said in damages:
@@ -105,10 +105,6 @@ def test_a_reference_of_moments_gives_no_kernel_distance(tmp_path: Path, made: l
         score.load_extractors(protocol(extractors=("clip:a", "clip:b")))
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
-
-
 def test_a_killed_scoring_goes_on_and_gives_the_same_scores(
     run_dir: Path, made: list[Extractor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,9 +121,9 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(
     def kill(*call: Any) -> None:
         told.append(call)
         if len(told) == 8:
-            raise Killed
+            raise KeyboardInterrupt
 
-    with pytest.raises(Killed):
+    with pytest.raises(KeyboardInterrupt):
         score_run(RunFolder.open(run_dir), progress=kill)
     for chunk in (run_dir / "scores").glob("sd-*/chunk-00001.npz"):
         chunk.write_bytes(b"half")

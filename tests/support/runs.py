@@ -29,7 +29,6 @@ from elfatt_sd.evaluation.reference import Reference, build_reference, renders
 from elfatt_sd.evaluation.run import RUN_FILE, RowFolder, RunFolder, clear_disk_errors
 from elfatt_sd.evaluation.statistics import moments
 from elfatt_sd.files import folder_lock, sha256_of_file
-from elfatt_sd.measure import Progress
 
 # Features of which the distribution is known.
 
@@ -426,12 +425,11 @@ def build(
     source: Path | str,
     cache: Path,
     extractor: Extractor | None = None,
-    progress: Progress | None = None,
     classes: Sequence[int] = (),
     **wanted: Any,
 ) -> Reference:
     chosen = protocols.ReferenceChoice(str(source), **{"count": PHOTOS, **wanted})
-    return build_reference(chosen, extractor or regions(), classes, cache_dir=cache, progress=progress)
+    return build_reference(chosen, extractor or regions(), classes, cache_dir=cache)
 
 
 def expected_statistics(contents: dict[str, bytes] = FILES) -> tuple[Tensor, Tensor]:
