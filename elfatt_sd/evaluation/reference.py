@@ -214,7 +214,7 @@ def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:
     else:
         covariance, rounding = (sigma + sigma.T) / 2, COVARIANCE_ROUNDING * sigma.abs().max()
         if (sigma - covariance).abs().max() > rounding or torch.linalg.eigvalsh(covariance)[0] < -rounding:
-            wrong = "a sigma that is no covariance: it is not symmetric, or has a negative eigenvalue"
+            wrong = "a sigma that is not a covariance: it is not symmetric, or has a negative eigenvalue"
     if wrong:
         raise ElfattError(f"reference {path} has {wrong}.")
     digest, unreadable = sha256_of_file(path), list[str]()
