@@ -16,7 +16,7 @@ import torch
 
 from elfatt_sd.devices import device_name
 from elfatt_sd.evaluation.frechet import Target, frechet_figures
-from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, FeatureStatistics, kernel_distance
+from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, kernel_distance, moments
 from elfatt_sd.measure import PeakMeter, Stopwatch
 
 ROWS = 4096  # drawn at once
@@ -68,8 +68,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="elfatt-scoring-") as name:
         folder = Path(name)
         sample = draw(folder / "reference.npy", chosen.reference, chosen.features, 7)
-        moments = FeatureStatistics.of(sample)
-        reference = Target(moments.mean, moments.covariance)
+        reference = Target(*moments(*torch.split(sample, ROWS)))
         for count in chosen.counts:
             score(folder, count, reference, sample[:KERNEL_SAMPLE])
 

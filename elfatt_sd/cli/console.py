@@ -133,7 +133,7 @@ def output() -> Console:
 
 
 def quiet_libraries() -> None:
-    """Switch off the progress bars and chatter of diffusers and transformers; errors are still raised."""
+    """Switch off the progress bars and chatter of diffusers, transformers and Pillow; errors are still raised."""
     if process["own"]:
         from elfatt_sd.devices import keep_freed_memory
 
@@ -144,3 +144,4 @@ def quiet_libraries() -> None:
     for logging in (diffusers_logging, transformers_logging):
         logging.set_verbosity_error()
         logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd EXIF data and large images

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
 import functools
 import hashlib
 import io
+import itertools
 import json
 import os
 import platform
 import re
 import secrets
 import threading
-import warnings
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -34,7 +33,6 @@ from torch import Tensor
 
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.features import Extractor
-from elfatt_sd.evaluation.statistics import load_plain
 from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible, write_file
 from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import Lines, Progress
@@ -50,8 +48,7 @@ BATCH = 32  # images that go through the network together
 LARGEST_BATCH = 100_000_000  # bytes of its images
 Pixels = np.ndarray[Any, np.dtype[np.uint8]]  # `[h, w, 3]`
 Decoded = Pixels | str  # an image, or its name and what is wrong with it
-_LASTING = (None, errno.ENOENT, errno.EINVAL, errno.ELOOP)  # what is wrong with a file for good; the rest may pass
-_SCAN, _END = b"\xda", b"\xff\xd9"  # of JPEG: the mark that data follow, and that of the end
+_END_OF_JPEG = b"\xff\xd9"
 SUFFIXES = re.compile(
     r"\.(apng|avif|bmp|dib|gif|hei[cf]|j2k|jfif|jp2|jpe?g?|jpf|jpx|jxl|p[bgnp]m|pcx|png|qoi|sgi|tga|tiff?|webp)"
 )
@@ -76,22 +73,20 @@ class Source:
 
     entries: Sequence[Entry]
     fingerprint: Any  # plain data that changes when the images do: names, sizes and times of files
-    read: Callable[[Entry], Any]  # returns the decoded image of an entry; safe to call from several threads
-    prepare: Callable[[Any], Pixels] = np.array  # what happens to a decoded image
-
+    read: Callable[[Entry], Any]  # returns the image of an entry; safe to call from several threads
     frames: int = 1  # of each; clips have several, which lie below each other
 
     def load(self, places: range) -> Iterator[Decoded]:
         def one(entry: Entry) -> Decoded:
             try:
-                return self.prepare(self.read(entry))
+                return np.array(self.read(entry))
             except (ElfattError, MemoryError):
                 raise
             except Exception as error:  # Pillow raises many kinds for damaged files
-                if isinstance(error, OSError) and error.errno not in _LASTING:
-                    reason = f"{error.strerror}; give the same command again"
-                    raise ElfattError(f"{entry.name} cannot be read: {reason}.") from error
-                return f"{entry.name} ({getattr(error, 'strerror', None) or error})"
+                if isinstance(error, OSError) and error.errno:  # of the disk, which may pass
+                    remedy = "put that right, and give the same command again"
+                    raise ElfattError(f"{entry.name} cannot be read ({error.strerror}); {remedy}.") from error
+                return f"{entry.name} ({error})"
 
         with ThreadPoolExecutor(THREADS) as pool:
             ahead: deque[Any] = deque()
@@ -119,12 +114,8 @@ def open_source(source: str | Path, per_class: int = 0) -> Source:
     if "" in groups or len(groups) < 2:
         remedy = "give one folder per class, or tables with labels"
         raise ElfattError(f"reference {path} has no classes, which per_class={per_class} needs; {remedy}.")
-    seen: Counter[str] = Counter()
-    kept = []
-    for entry in found.entries:
-        seen[entry.group] += 1
-        kept += [entry] if seen[entry.group] <= per_class else []
-    return replace(found, entries=kept)
+    seen = defaultdict[str, Iterator[int]](itertools.count)
+    return replace(found, entries=[entry for entry in found.entries if next(seen[entry.group]) < per_class])
 
 
 def check_exists(source: str) -> None:
@@ -136,35 +127,25 @@ def check_exists(source: str) -> None:
 
 
 def _folder(folder: Path) -> Source:
-    """List the images in a folder and in all below it, linked ones too, without what is hidden."""
-
-    def tell(error: OSError) -> None:
-        raise ElfattError(f"reference {folder}: {error.filename} cannot be read ({error.strerror}).") from error
-
-    found: list[tuple[str, Path]] = []
-    seen: set[tuple[int, int]] = set()  # a link may lead back, or several to one folder
-    for place, folders, files in os.walk(folder, onerror=tell, followlinks=True):
-        status = os.stat(place)
-        if (status.st_dev, status.st_ino) in seen:
+    """List the images in a folder and in all below it that can be read, linked ones too, without what is hidden."""
+    found, seen = list[tuple[str, Path]](), set[str]()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # a link may lead back, or several to one folder
             folders.clear()
             continue
-        seen.add((status.st_dev, status.st_ino))
+        seen.add(real)
         folders[:] = sorted(name for name in folders if not is_hidden(name))
         shown = [Path(place, name) for name in files if not is_hidden(name)]
-        found += [
-            (path.relative_to(folder).as_posix(), path) for path in shown if SUFFIXES.fullmatch(path.suffix.lower())
-        ]
+        images = [path for path in shown if SUFFIXES.fullmatch(path.suffix.lower()) and path.is_file()]
+        found += [(path.relative_to(folder).as_posix(), path) for path in images]
     found.sort()
     entries = [Entry(name, path, Path(name).parent.name) for name, path in found]
-    stamps = [_stamp(name, path) for name, path in found]
-    return Source(entries, stamps, lambda entry: decode(read_plain(entry.where)))
+    return Source(entries, [_stamp(*each) for each in found], lambda entry: decode(read_plain(entry.where)))
 
 
 def _stamp(name: str, path: Path) -> list[Any]:
-    try:
-        status = path.stat()
-    except OSError:  # such as a link to nowhere, which is named when it is read
-        return [name, None, None]
+    status = path.stat()
     return [name, status.st_size, status.st_mtime_ns]
 
 
@@ -172,8 +153,7 @@ def _tables(files: Sequence[Path]) -> Source:
     need("a .parquet reference", "pyarrow")
     import pyarrow.parquet as parquet
 
-    tables: dict[Path, tuple[Any, str]] = {}
-    entries: list[Entry] = []
+    entries = list[Entry]()
     for file in files:
         try:
             table = parquet.ParquetFile(file)
@@ -189,21 +169,19 @@ def _tables(files: Sequence[Path]) -> Source:
         if len(named) != 1:
             what = f"bytes in the columns {', '.join(named)}" if named else f"no bytes in {', '.join(schema.names)}"
             raise ElfattError(f"reference {file} has {what}; accepted: one column, or one named {', '.join(_COLUMNS)}.")
-        tables[file] = table, named[0]
-        places = [(file, number, row) for number, size in enumerate(sizes) for row in range(size)]
-        for index, (place, group) in enumerate(zip(places, groups, strict=True)):
-            entries.append(Entry(f"{file.name}:{index}", place, str(group)))
+        places = [(table, named[0], number, row) for number, size in enumerate(sizes) for row in range(size)]
+        names = (f"{file.name}:{index}" for index in range(len(places)))
+        entries += map(Entry, names, places, map(str, groups))
     lock = threading.Lock()
 
     @functools.lru_cache(maxsize=1)
-    def row_group(file: Path, number: int) -> Any:
-        table, column = tables[file]
+    def row_group(table: Any, column: str, number: int) -> Any:
         return table.read_row_group(number, columns=[column]).column(0)
 
     def read(entry: Entry) -> Any:
-        file, number, row = entry.where
+        *group, row = entry.where
         with lock:
-            value = row_group(file, number)[row].as_py()
+            value = row_group(*group)[row].as_py()
         content = value.get("bytes") if isinstance(value, dict) else value
         if not content:
             raise OSError("the row holds no bytes")
@@ -226,13 +204,9 @@ def decode(content: bytes) -> Any:
     with opened:
         if opened.format in ("EPS", "WMF"):  # Pillow would let another program draw them
             raise OSError(f"a drawing ({opened.format}), which has no pixels of its own")
-        if opened.format in ("JPEG", "MPO"):  # zeros after a broken download are decoded as grey, with no error
-            place = 2
-            while content[place : place + 1] == b"\xff" and content[place + 1 : place + 2] != _SCAN:
-                filler = content[place + 1 : place + 2] == b"\xff"
-                place += 1 if filler else 2 + int.from_bytes(content[place + 2 : place + 4])
-            if content.find(_END, place) < 0:
-                raise OSError("image file is truncated: it has no end")
+        broken = content.endswith(bytes(16)) and not content.rstrip(b"\0").endswith(_END_OF_JPEG)
+        if broken and opened.format in ("JPEG", "MPO"):  # zeros are decoded as grey, with no error
+            raise OSError("image file is truncated: a broken download that ends in zeros")
         frames = getattr(opened, "n_frames", 1)
         if frames > 1 and opened.format != "MPO":  # of a camera: its other frames are smaller copies
             raise OSError(f"{frames} frames or pages; accepted: one image a file")
@@ -243,14 +217,6 @@ def decode(content: bytes) -> Any:
             picture = picture.convert("RGBA")
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
         return picture.convert("RGB")
-
-
-@contextlib.contextmanager
-def quiet_pillow() -> Iterator[None]:
-    """Do not tell what Pillow warns of: odd EXIF data and large images. Not for generators, which may interleave."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"PIL\.")
-        yield
 
 
 @dataclass(frozen=True)
@@ -281,14 +247,10 @@ class Images:
 
         def read(entry: Entry) -> Any:
             path, digest = entry.where
-            remedy = "put it back, or delete its row's manifest to remake it"
-            try:
-                content = read_plain(path)
-            except OSError as error:
-                raise ElfattError(f"image {path} cannot be read ({error.strerror}); {remedy}.") from error
+            content = read_plain(path)
             if hashlib.sha256(content).hexdigest() != digest:
                 what = "was altered after generation (its sha256 is not the manifest's)"
-                raise ElfattError(f"{path} {what}; {remedy}.")
+                raise ElfattError(f"{path} {what}; put it back, or delete its row's manifest to remake it.")
             return decode(content)
 
         entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]
@@ -317,15 +279,13 @@ def extract(
         for number in range(state.process_index, len(paths), state.num_processes):
             with contextlib.suppress(ElfattError):
                 features, unreadable = read_chunk(paths[number])
-                whole = len(features) == (len(chunks[number]) - len(unreadable)) * pictures.frames
-                if whole and features.isfinite().all():
+                if len(features) == (len(chunks[number]) - len(unreadable)) * pictures.frames:
                     continue
             features, unreadable = _extract_range(pictures, extractor, chunks[number], progress, title)
             with atomic_file(paths[number]) as file:
                 np.savez(file, features=features.numpy(), unreadable=np.array(json.dumps(unreadable)))
 
-    with quiet_pillow():
-        together(write_share)
+    together(write_share)
     return paths
 
 
@@ -334,35 +294,26 @@ def _extract_range(
 ) -> tuple[Tensor, list[str]]:
     """Features of the readable images, and the names of the others; images of different sizes go one by one."""
     features = [torch.zeros(0, extractor.dimension, dtype=torch.float32, device="cpu")]
-    unreadable: list[str] = []
-
-    def batches() -> Iterator[tuple[int, list[Tensor]]]:
-        batch: list[Tensor] = []
-        for done, picture in enumerate(pictures.load(places), places.start + 1):
-            if isinstance(picture, str):
-                unreadable.append(picture)
-                continue
-            for frame in np.split(picture, pictures.frames):
-                batch.append(torch.from_numpy(frame).permute(2, 0, 1))
-                if len(batch) == BATCH or sum(image.numel() for image in batch) > LARGEST_BATCH:
-                    yield done, batch
-                    batch = []
-        if batch:
-            yield places.stop, batch
-
-    for done, batch in batches():
-        same = len({image.shape for image in batch}) == 1
-        groups = [torch.stack(batch)] if same else [image[None] for image in batch]
-        features += [extractor(group).cpu() for group in groups]
-        if progress is not None:
-            progress(title, done, len(pictures.entries))
+    unreadable, batch = list[str](), list[Tensor]()
+    for done, picture in enumerate(pictures.load(places), places.start + 1):
+        if isinstance(picture, str):
+            unreadable.append(picture)
+        else:
+            batch += [torch.from_numpy(frame).permute(2, 0, 1) for frame in np.split(picture, pictures.frames)]
+        if len(batch) >= BATCH or sum(image.numel() for image in batch) > LARGEST_BATCH or done == places.stop:
+            same = len({image.shape for image in batch}) == 1
+            groups = torch.split(torch.stack(batch), BATCH) if same else [image[None] for image in batch]
+            features += [extractor(group).cpu() for group in groups]
+            batch.clear()
+            if progress is not None:
+                progress(title, done, len(pictures.entries))
     return torch.cat(features), unreadable
 
 
 def read_chunk(path: Path) -> tuple[Tensor, list[str]]:
     """Return the features `[k, d]` of a chunk and the names of images that cannot be read."""
     try:
-        with load_plain(path) as data:
+        with np.load(path) as data:
             return torch.from_numpy(data["features"]), json.loads(str(data["unreadable"]))
     except Exception as error:  # NumPy raises many kinds for damaged files
         raise ElfattError(f"{path} is missing or damaged; give the same command again.") from error

@@ -10,10 +10,9 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from msgspec import Meta, Struct
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,9 +23,6 @@ from elfatt_sd.files import read_typed, refused, sha256_of_data, sha256_of_file,
 
 SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # of vision transformers, by the width
 _USUAL_EDGE = 224
-Edge = Annotated[int, Meta(gt=0, le=1024)]  # pixels; a batch of larger images fits few memories
-_Size = Edge | dict[str, Edge | None] | None
-Colour = Annotated[list[float], Meta(min_length=3, max_length=3)]  # red, green and blue
 EXTRACTORS = ("inception", "inception:pytorch-fid", "inception:clean-fid", "toy", "clip:DIR", "dinov2:DIR")
 # The network of the original FID, converted for PyTorch: published by pytorch-fid and torch-fidelity as the same file.
 INCEPTION_URL = (
@@ -258,30 +254,21 @@ def loading(who: str) -> Iterator[None]:
 def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:
     """Read the directory's own preprocessing; the model's usual one where it has none."""
     path = folder / "preprocessor_config.json"
-    stored = read_typed(path, _Processor, "download the model again") or _Processor()
+    stored = read_typed(path, dict[str, Any], "download the model again") or {}
+    sizes = (stored.get("crop_size"), stored.get("size"))  # in pixels, or by name
+    edges = [size.get("shortest_edge") or size.get("height") if isinstance(size, dict) else size for size in sizes]
     if kind == "dinov2":
         image_size = min(image_size, _USUAL_EDGE)  # the model takes larger ones, the metric does not
     clip = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
     mean, std = clip if kind == "clip" else ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    crop = _edge(stored.crop_size) or image_size
+    crop = edges[0] or image_size
     if kind == "clip" and crop != image_size:
         raise refused(f"{path}: crop_size={crop}", f"{image_size}, the side of the model's images")
     files = [file for file in visible(folder.iterdir()) if file.suffix in (".json", ".safetensors", ".bin")]
     return {
         "crop": crop,
-        "shortest_edge": max(crop, _edge(stored.size) or crop),
-        "mean": stored.image_mean or mean,
-        "std": stored.image_std or std,
+        "shortest_edge": max(crop, edges[1] or crop),
+        "mean": [*map(float, stored.get("image_mean") or mean)],
+        "std": [*map(float, stored.get("image_std") or std)],
         "sha256": sha256_of_data({file.name: sha256_of_file(file) for file in files if file.is_file()}),
     }
-
-
-class _Processor(Struct, frozen=True):
-    crop_size: _Size = None
-    size: _Size = None
-    image_mean: Colour | None = None
-    image_std: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=3, max_length=3)] | None = None
-
-
-def _edge(size: _Size) -> int | None:
-    return size.get("shortest_edge") or size.get("height") if isinstance(size, dict) else size

@@ -11,10 +11,10 @@ from torch import Tensor
 from elfatt_sd.evaluation.statistics import (
     ROWS,
     ClassEstimate,
-    FeatureStatistics,
     Groups,
     Interval,
     left_out,
+    moments,
 )
 
 # With a step of 1 the trapezoidal rule has an error of 1e-8; 9 steps beyond the spectrum leave 1e-4 of a correction.
@@ -83,12 +83,12 @@ def frechet_figures(features: Tensor, target: Target, groups: Groups) -> Frechet
     none and all directions that the images leave, and both ends are given.
     """
     count = len(features)
-    statistics = FeatureStatistics.of(features)
-    trace, shift = statistics.covariance.trace(), statistics.mean - target.mean
+    mean, covariance = moments(*torch.split(features, ROWS))
+    trace, shift = covariance.trace(), mean - target.mean
     constant, length = target.covariance.trace(), shift.square().sum()
     free = torch.tensor(count - 1, dtype=torch.float64, device="cpu")
-    spectrum = Spectrum(features, statistics, target.factor)
-    left = by_class(features, statistics.mean, shift, spectrum, groups)
+    spectrum = Spectrum(features, mean, covariance, target.factor)
+    left = by_class(features, mean, shift, spectrum, groups)
 
     # the derivative of D_n in the weight of each class, with the diagonal of a root (Jaeckel's infinitesimal jackknife)
     slope = 2 * left.along / count + left.squares / free - left.roots / free.sqrt()
@@ -145,14 +145,14 @@ def _limit_roots(
 class Spectrum:
     """Eigenvalues of the scatter of images, seen through the factor of a reference's covariance."""
 
-    def __init__(self, features: Tensor, statistics: FeatureStatistics, factor: Tensor) -> None:
-        if statistics.count <= factor.shape[1]:
-            seen = (features.double() - statistics.mean) @ factor
+    def __init__(self, features: Tensor, mean: Tensor, covariance: Tensor, factor: Tensor) -> None:
+        if len(features) <= factor.shape[1]:
+            seen = (features.double() - mean) @ factor
             values, vectors = torch.linalg.eigh(seen @ seen.T)
             kept = values > values.max() * RESOLVED
             vectors = seen.T @ vectors[:, kept] / values[kept].sqrt()
         else:
-            scatter = factor.T @ (statistics.covariance * (statistics.count - 1)) @ factor
+            scatter = factor.T @ (covariance * (len(features) - 1)) @ factor
             values, vectors = torch.linalg.eigh((scatter + scatter.T) / 2)
             kept = values > values.max() * RESOLVED
             vectors = vectors[:, kept]

@@ -36,10 +36,9 @@ KINDS = {
     "clip-score": "the directory of a CLIP model",
     "pickscore": "the directory of PickScore",
     "hpsv2": "the directory of HPS v2, converted to a CLIP model of transformers",
-    "prdc": "",
     "cmmd": "",
 }
-OF_FEATURES = ("prdc", "cmmd")
+OF_FEATURES = ("cmmd",)
 _TITLES = {"clip-score": "CLIPScore", "pickscore": "PickScore", "hpsv2": "HPSv2"}
 # Figures that a report has already: distances, and what compares with the untouched image.
 _TAKEN = re.compile(r"(FID|KID|FD|KD|PSNR|SSIM|cosine|accuracy)\b.*|cell|label|method|role|images|classes|failed", re.I)
@@ -69,14 +68,11 @@ class ImageMetric:
     """A metric that gives a number for every image."""
 
     name: str  # in tables
-    measure: Callable[[Batch], Tensor]  # turns a `Batch` into numbers of n images, `[n, *shape]`
+    measure: Callable[[Batch], Tensor]  # turns a `Batch` into numbers of n images
     description: dict[str, Any] = field(default_factory=dict)  # everything that the numbers depend on, as plain data
     # which values are better; empty where neither is, as for what compares with the untouched image
     better: Better = ""
     compares: bool = False  # whether it takes the untouched pipeline's images
-    # told of all prompts before the first images, so that it can say at once what it does not read
-    reads: Callable[[Sequence[str]], None] = lambda prompts: None
-    shape: tuple[int, ...] = ()  # of the numbers of an image
 
     @property
     def identity(self) -> str:
@@ -105,14 +101,16 @@ class MetricChoice:
 
 
 @plain_defaults()
-def load_metrics(choices: Sequence[MetricChoice], device: str) -> list[ImageMetric]:
+def load_metrics(choices: Sequence[MetricChoice], device: str, prompts: Sequence[str] = ()) -> list[ImageMetric]:
+    """Load the metrics of single images, and warn of prompts that they will cut off."""
     metrics = []
     for choice in choices:
         if ":" in choice.metric:
             metrics.append(load_own(choice))
+        elif choice.metric in ("lpips", "dists"):
+            metrics.append(load_closeness(choice.metric, Path(choice.weights), device))
         elif choice.metric not in OF_FEATURES:
-            load = load_closeness if choice.metric in ("lpips", "dists") else load_alignment
-            metrics.append(load(choice.metric, Path(choice.weights), device))
+            metrics.append(load_alignment(choice.metric, Path(choice.weights), device, prompts))
     names = [metric.name for metric in metrics]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
@@ -163,7 +161,7 @@ def load_own(choice: MetricChoice) -> ImageMetric:
     return ImageMetric(name, measure, described, better=choice.better, compares=compares)
 
 
-def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
+def load_alignment(kind: str, folder: Path, device: str, prompts: Sequence[str]) -> ImageMetric:
     """Load CLIPScore, PickScore or HPS v2: the cosine of each frame with its prompt, scaled."""
     from transformers import AutoTokenizer, CLIPModel
 
@@ -179,12 +177,7 @@ def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
     title = f"CLIPScore ({shape})" if kind == "clip-score" else _TITLES[kind]
     scale = float(model.logit_scale.detach().exp()) if kind == "pickscore" else 100.0
     longest = model.config.text_config.max_position_embeddings
-    known: set[str] = set()  # prompts that were looked at: all rows have the same
-
-    def reads(prompts: Sequence[str]) -> None:
-        new = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
-        known.update(new)
-        tell_cut(f"prompts of {title}", new, longest - tokenizer.num_special_tokens_to_add(), tokenizer)
+    tell_cut(f"prompts of {title}", prompts, longest - tokenizer.num_special_tokens_to_add(), tokenizer)
 
     @torch.no_grad()
     def measure(batch: Batch) -> Tensor:
@@ -200,7 +193,7 @@ def load_alignment(kind: str, folder: Path, device: str) -> ImageMetric:
         cosine = (frames * texts.repeat_interleave(len(frames) // len(texts), 0)).sum(1)
         return batch.by_image((scale * cosine).clamp(min=0.0 if kind == "clip-score" else -scale))
 
-    return ImageMetric(title, measure, {"model": shape, **recipe}, better="higher", reads=reads)
+    return ImageMetric(title, measure, {"model": shape, **recipe}, better="higher")
 
 
 def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
@@ -223,7 +216,16 @@ def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
         network = _LPIPS(pretrained=True, net=net, pnet_rand=True)  # type: ignore[arg-type]
         compare, classifier = functools.partial(network, normalize=True), network.net
     else:
-        compare = classifier = network = _dists_network()
+        from torchmetrics.functional.image import dists
+        from torchvision.models.vgg import cfgs, make_layers
+
+        untrained = SimpleNamespace(features=make_layers(cfgs["D"], batch_norm=False))
+        module: Any = dists
+        published, module.vgg16 = module.vgg16, lambda weights: untrained  # which would be downloaded
+        try:
+            compare = classifier = network = module.DISTSNetwork()
+        finally:
+            module.vgg16 = published
     places = [name for name, _ in classifier.named_parameters() if name not in ("alpha", "beta")]
     with vision.loading(f"weights {path}"):  # a classifier's layers, `features.N`, where the network has the same N
         parts = {name: 2 if name.startswith("slices") else 1 for name in places}  # of `slices.0.N`; of `slice1.N`
@@ -243,17 +245,3 @@ def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
         return batch.by_image(torch.cat(parts))
 
     return ImageMetric(name, measure, {"sha256": digest}, compares=True)
-
-
-def _dists_network() -> Any:
-    """DISTS without the download of VGG16 that torchmetrics begins with."""
-    from torchmetrics.functional.image import dists
-    from torchvision.models.vgg import cfgs, make_layers
-
-    untrained = SimpleNamespace(features=make_layers(cfgs["D"], batch_norm=False))
-    module: Any = dists
-    published, module.vgg16 = module.vgg16, lambda weights: untrained
-    try:
-        return module.DISTSNetwork()
-    finally:
-        module.vgg16 = published

@@ -1,18 +1,15 @@
-"""Statistics of the reference images: computed once, in bounded memory, and kept in a cache; or renders, or moments."""
+"""Statistics of the reference images, whose features are computed once and kept in a cache; or renders, or moments."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import shutil
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
 import PIL
 import torch
@@ -35,14 +32,8 @@ from elfatt_sd.evaluation.extraction import (
 )
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.protocols import ReferenceChoice
-from elfatt_sd.evaluation.records import read_data
-from elfatt_sd.evaluation.statistics import (
-    KERNEL_SAMPLE,
-    FeatureStatistics,
-    load_moments,
-    read_array,
-)
-from elfatt_sd.files import atomic_file, folder_lock, sha256_of_code, sha256_of_data, sha256_of_file, write_json
+from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, LARGEST, moments
+from elfatt_sd.files import folder_lock, sha256_of_code, sha256_of_data, sha256_of_file
 from elfatt_sd.measure import Progress
 
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
@@ -73,14 +64,14 @@ class Reference:
             )
 
 
-def resized(picture: Any, size: int, resize: str, filter: str) -> Pixels:
+def resized(picture: Any, size: int, resize: str, filter: str) -> Any:
     """Bring an image to a square: `crop` takes the centre, `stretch` changes the proportions, `none` does nothing."""
     if resize != "none" and picture.size != (size, size):
         from PIL import Image, ImageOps
 
         scale = ImageOps.fit if resize == "crop" else Image.Image.resize
         picture = scale(picture, (size, size), Image.Resampling[filter.upper()])  # which always antialiases
-    return np.array(picture)
+    return picture
 
 
 def build_reference(
@@ -91,7 +82,7 @@ def build_reference(
     cache_dir: Path,
     progress: Progress | None = None,
 ) -> Reference:
-    """Compute the statistics of a reference, or take them from the cache.
+    """Compute the statistics of a reference, on features that are in the cache once they are computed.
 
     A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
     work, and the first one decides; two runs that need the same reference wait for each other.
@@ -109,22 +100,21 @@ def build_reference(
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
     with contextlib.ExitStack() as held:
         by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))  # the other processes wait for the first
-        if not by_first(lambda: _kept(folder, extractor.dimension) is not None):
-            chunks = extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
-            description = {"source": wanted.source, "identity": identity, **_recipe(wanted)}
-            by_first(lambda: _finish(folder, chunks, extractor, description))
-    kept = _kept(folder, extractor.dimension)
-    if kept is None:
-        raise ElfattError(f"cache {folder} is damaged; give the same command to compute it again.")
-    count, unreadable = kept.description["count"], kept.description["unreadable"]
-    if count != wanted.count and not wanted.allow_count and unreadable:
-        raise ElfattError(
-            f"reference {wanted.source}: {len(unreadable)} images cannot be read, first {unreadable[0]}, all in "
-            f"{folder / 'reference.json'}; replace what cannot be read, or give --allow-count to go on with the other "
-            f"{count}, which the metric's name will then say."
-        )
-    _check_count(wanted, count)
-    return kept
+        chunks = extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
+    found, names = zip(*map(read_chunk, chunks), strict=True)
+    features, unreadable = torch.cat(found), [name for each in names for name in each]
+    count = len(features)
+    _check_count(wanted, count, unreadable)
+    sample = min(count, KERNEL_SAMPLE)
+    unusual = [] if count == FULL_COUNT else [f"{count} reference images"]
+    if wanted.resize != "none":
+        how = {"crop": "cropped", "stretch": "stretched"}[wanted.resize]
+        unusual.append(f"{'' if unusual else 'reference '}{how} to {wanted.size}")
+    suffix = f" ({', '.join(unusual)})" if unusual and wanted.source != "toy" else ""
+    description = {"source": wanted.source, "identity": identity, **_recipe(wanted), "count": count}
+    description |= {"unreadable": unreadable, "preprocessing": extractor.preprocessing}
+    rows = [index * count // sample for index in range(sample)]
+    return Reference(*moments(*found), features[rows], identity, suffix, description)
 
 
 def check_reference(
@@ -143,7 +133,8 @@ def check_reference(
         fingerprint = pictures.fingerprint
     else:
         recipe = _recipe(wanted)
-        pictures = replace(open_source(wanted.source, wanted.per_class), prepare=functools.partial(resized, **recipe))
+        found = open_source(wanted.source, wanted.per_class)
+        pictures = replace(found, read=lambda entry: resized(found.read(entry), **recipe))
         _check_count(wanted, len(pictures.entries))
         fingerprint = [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, DECODING]
     version = torch.__version__.partition("+")[0]
@@ -154,10 +145,13 @@ def _recipe(wanted: ReferenceChoice) -> dict[str, Any]:
     return {"size": wanted.size, "resize": wanted.resize, "filter": wanted.filter}
 
 
-def _check_count(wanted: ReferenceChoice, count: int) -> None:
-    if count != wanted.count and not wanted.allow_count:
-        remedy = f"give --allow-count to go on with {count}, which the metric's name will then say"
-        raise ElfattError(f"reference {wanted.source} has {count} images; accepted are {wanted.count}, or {remedy}.")
+def _check_count(wanted: ReferenceChoice, count: int, unreadable: Sequence[str] = ()) -> None:
+    if count < 2 or (count != wanted.count and not wanted.allow_count):
+        lost = f", and {len(unreadable)} that cannot be read, first {unreadable[0]}" if unreadable else ""
+        remedy = "give --allow-count to go on with any number from 2, which the metric's name will then say"
+        raise ElfattError(
+            f"reference {wanted.source} has {count} images{lost}; accepted are {wanted.count}, or {remedy}."
+        )
 
 
 def renders(count: int, classes: Sequence[int]) -> Source:
@@ -201,83 +195,29 @@ def scenes(wanted: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     return labels, geometry
 
 
-def _suffix(count: int, resize: str = "none", size: int = 0) -> str:
-    """Say in a metric's name what of its reference is not as usual: the number of images, or a resize before."""
-    parts = [] if count == FULL_COUNT else [f"{count} reference images"]
-    if resize != "none":
-        how = {"crop": "cropped", "stretch": "stretched"}[resize]
-        parts.append(f"{'' if parts else 'reference '}{how} to {size}")
-    return f" ({', '.join(parts)})" if parts else ""
-
-
-def _finish(folder: Path, chunks: Sequence[Path], extractor: Extractor, description: dict[str, Any]) -> None:
-    """Turn chunks into statistics and the sample; the description is written last and completes the folder."""
-    statistics = FeatureStatistics(extractor.dimension)
-    unreadable: list[str] = []
-    for path in chunks:
-        features, names = read_chunk(path)
-        statistics.update(features)
-        unreadable += names
-    count = statistics.count
-    if count < 2:
-        first = f"; first: {unreadable[0]}" if unreadable else ""
-        found = f"reference {description['source']} has {count} readable images"
-        raise ElfattError(f"{found}; accepted are 2 or more{first}.")
-    sample = min(count, KERNEL_SAMPLE)
-    chosen = {index * count // sample for index in range(sample)}
-    rows = enumerate(itertools.chain.from_iterable(read_chunk(path)[0] for path in chunks))
-    with atomic_file(folder / "sample.npy") as file:
-        np.save(file, torch.stack([row.clone() for index, row in rows if index in chosen]).numpy())
-    statistics.save(folder / "statistics.npz")
-    data = {"format": FORMAT, **description, "count": count, "unreadable": unreadable}
-    write_json(folder / "reference.json", {**data, "preprocessing": extractor.preprocessing})
-    shutil.rmtree(folder / "chunks", ignore_errors=True)
-
-
-class _Record(msgspec.Struct, frozen=True):
-    source: str
-    identity: str
-    count: Annotated[int, msgspec.Meta(ge=2)]
-    unreadable: list[str]
-    resize: str
-    size: int
-
-
-def _kept(folder: Path, dimension: int) -> Reference | None:
-    try:
-        data = read_data(folder / "reference.json", _Record, "")
-        if data is None:
-            return None
-        mean, covariance, count = load_moments(folder / "statistics.npz")
-    except ElfattError:
-        return None
-    sample = read_array(folder / "sample.npy", dimension)
-    wanted = (dimension, data["count"], min(data["count"], KERNEL_SAMPLE))
-    if sample is None or (len(mean), count, len(sample)) != wanted:
-        return None
-    description = {key: value for key, value in data.items() if key != "format"}
-    suffix = "" if data["source"] == "toy" else _suffix(data["count"], data["resize"], data["size"])
-    return Reference(mean, covariance, sample, data["identity"], suffix, description)
-
-
 def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
-    path = Path(wanted.source)
-    mean, given, count = load_moments(path)
-    covariance, asymmetry = (given + given.T) / 2, (given - given.T).abs().max()
-    values, wrong = torch.linalg.eigvalsh(covariance), ""
-    if len(mean) != extractor.dimension:
-        wrong = f"{len(mean)} features; extractor {extractor.name} needs {extractor.dimension}"
-    elif asymmetry > COVARIANCE_ROUNDING * given.abs().max():
-        wrong = f"a sigma that is not symmetric (by {asymmetry:.3g}); accepted is a covariance"
-    elif values[0] < -COVARIANCE_ROUNDING * values[-1].abs():
-        wrong = f"a sigma with the negative eigenvalue {values[0]:.3g}; accepted is a covariance"
+    path, size = Path(wanted.source), extractor.dimension
+    try:
+        with np.load(path) as data:
+            arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))
+            mean, sigma = map(torch.from_numpy, arrays)
+    except Exception as error:  # NumPy raises many kinds for damaged files
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ElfattError(f"{path} cannot be read ({reason}); accepted is an .npz file with mu and sigma.") from error
+    covariance, wrong = sigma, ""
+    if (mean.shape, sigma.shape) != ((size,), (size, size)):
+        needed = f"extractor {extractor.name} needs ({size},) and ({size}, {size})"
+        wrong = f"mu {tuple(mean.shape)} and sigma {tuple(sigma.shape)}; {needed}"
+    elif not ((mean.abs() <= LARGEST).all() and (sigma.abs() <= LARGEST**2).all()):  # so written, NaN is neither
+        wrong = "NaN, or numbers too large for a distance"
+    else:
+        covariance, rounding = (sigma + sigma.T) / 2, COVARIANCE_ROUNDING * sigma.abs().max()
+        if (sigma - covariance).abs().max() > rounding or torch.linalg.eigvalsh(covariance)[0] < -rounding:
+            wrong = "a sigma that is not a covariance: it is not symmetric, or has a negative eigenvalue"
     if wrong:
         raise ElfattError(f"reference {path} has {wrong}.")
-    if count is not None:
-        _check_count(wanted, count)
-    suffix = f" (statistics of {path.name})" if count is None else _suffix(count)
-    digest = sha256_of_file(path)
+    digest, unreadable = sha256_of_file(path), list[str]()
     identity = sha256_of_data([FORMAT, digest, extractor.preprocessing])
-    description: dict[str, Any] = {"source": str(path), "sha256": digest, "count": count, "identity": identity}
-    return Reference(mean, covariance, None, identity, suffix, {**description, "unreadable": []})
+    description = {"source": str(path), "sha256": digest, "count": None, "identity": identity, "unreadable": unreadable}
+    return Reference(mean, covariance, None, identity, f" (statistics of {path.name})", description)

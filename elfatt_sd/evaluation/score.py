@@ -1,7 +1,7 @@
 """Score the images of a run: distances to the reference, changes against the untouched pipeline, accuracy on the toy.
 
-What was computed once is kept under `RUN/scores`, named by the hash of what it was computed from. Of features, those of
-one or two rows are in memory at a time.
+Features are kept under `RUN/scores`, named by the hash of what they were computed from; those of one or two rows are in
+memory at a time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,7 +24,6 @@ from elfatt_sd.evaluation.extraction import (
     by_first,
     extract,
     process_state,
-    quiet_pillow,
     read_chunk,
 )
 from elfatt_sd.evaluation.features import Extractor, load_extractor, toy_attributes
@@ -44,18 +42,15 @@ from elfatt_sd.evaluation.statistics import (
     even_classes,
     kernel_distance,
     kernel_within,
-    neighbour_figures,
-    read_array,
     share_interval,
     verdict,
 )
-from elfatt_sd.files import atomic_file, cache_folder, sha256_of_data, write_json
+from elfatt_sd.files import cache_folder, sha256_of_data, write_json
 from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import Progress
 
-PAIRS_FORMAT = 4  # of what is kept of pairs
 MOST_CHANGED = 16
-DIGITS = 6  # of what is kept of each image
+DIGITS = 6  # of what is written of each image
 _LARGEST = 1e100  # of a metric; squares of larger numbers overflow
 SIGMA = 1.5  # pixels
 REACH = 5  # pixels from the middle of the window to its edge
@@ -86,8 +81,9 @@ def score_run(
             scale.extract(images, progress)
 
     def finish() -> None:
-        metrics = load_metrics(protocol.metrics, network_device(protocol))
-        scorer = Scorer(protocol, metrics, scales, place / "scores", progress)
+        prompts = [prompt.text for prompt in run.prompts]
+        metrics = load_metrics(protocol.metrics, network_device(protocol), prompts)
+        scorer = Scorer(protocol, metrics, scales, progress)
         measured = {name: scorer.measure(images) for name, images in rows.items()}
         baseline = measured[run.baseline.name]
         data = {
@@ -138,10 +134,8 @@ def build_references(
 
 def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
     """Return what scores depend on besides the images: hashes of extractors with their references, and of metrics."""
-    kinds = [choice.metric for choice in protocol.metrics]
-    if "prdc" in kinds and not extractors:
-        raise ElfattError("metric 'prdc' needs features; give an extractor and a reference.")
-    if "cmmd" in kinds and not any(extractor.name == "clip" for extractor in extractors):
+    asked = any(choice.metric == "cmmd" for choice in protocol.metrics)
+    if asked and not any(extractor.name == "clip" for extractor in extractors):
         raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")
     metrics = load_metrics(protocol.metrics, network_device(protocol))
     wanted, classes = protocol.reference, _classes(protocol)
@@ -191,12 +185,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores rows by themselves and against the baseline, and keeps numbers of single images in a folder."""
+    """Scores rows by themselves and against the baseline."""
 
     protocol: Protocol
     metrics: Sequence[ImageMetric]
     scales: Sequence[Scale]
-    cache: Path
     progress: Progress | None = None
 
     def measure(self, images: Images) -> Measured:
@@ -276,32 +269,19 @@ class Scorer:
         return found
 
     def values(self, metric: ImageMetric, images: Images, baseline: Images | None = None) -> Tensor:
-        """Return float64 numbers of single images that a file of the cache keeps, or compute and keep them."""
-        parts = [metric.identity, images.identity, list(images.texts), baseline.identity if baseline else ""]
-        path = self.cache / f"{images.name}-metric-{sha256_of_data(parts)[:16]}.npy"
-        kept = read_array(path, *metric.shape, dtype=torch.float64)
-
-        def odd(values: Tensor) -> int | None:
-            last = enumerate(values.reshape(len(values), -1)[:, -1].tolist())  # alone, as a PSNR may be infinite
-            return next((index for index, value in last if not abs(value) < _LARGEST), None)
-
-        if kept is not None and len(kept) == len(images.paths) and odd(kept) is None:
-            return kept
-        metric.reads(images.texts)
+        """Return float64 numbers of single images; the last of each must be finite, as a PSNR need not be."""
         found, sides = list[Tensor](), [each.stacks() for each in (images, baseline) if each is not None]
-        with quiet_pillow():
-            for start in range(0, len(images.texts), AT_ONCE):
-                prompts = images.texts[start : start + AT_ONCE]
-                ours, *others = (torch.stack([next(side) for _ in prompts]) for side in sides)
-                found.append(metric.measure(Batch(ours, prompts, *others)).cpu())
-                if self.progress:
-                    self.progress(f"{images.name}, {metric.name}", start + len(prompts), len(images.texts))
+        for start in range(0, len(images.texts), AT_ONCE):
+            prompts = images.texts[start : start + AT_ONCE]
+            ours, *others = (torch.stack([next(side) for _ in prompts]) for side in sides)
+            found.append(metric.measure(Batch(ours, prompts, *others)).cpu())
+            if self.progress:
+                self.progress(f"{images.name}, {metric.name}", start + len(prompts), len(images.texts))
         values = torch.cat(found).double()
-        if (wrong := odd(values)) is not None:
-            said = f"metric {metric.name!r} of image {wrong} of row {images.name!r} is {values[wrong]}"
-            raise ElfattError(f"{said}; accepted are numbers between -{_LARGEST:g} and {_LARGEST:g}.")
-        with atomic_file(path) as file:
-            np.save(file, values.numpy())
+        for index, value in enumerate(values.reshape(len(values), -1)[:, -1].tolist()):
+            if not abs(value) < _LARGEST:
+                said = f"metric {metric.name!r} of image {index} of row {images.name!r} is {value}"
+                raise ElfattError(f"{said}; accepted are numbers between -{_LARGEST:g} and {_LARGEST:g}.")
         return values
 
 
@@ -337,10 +317,6 @@ class Scale:
             return found
         title = extractor.kernel_name + self.reference.metric_suffix
         found["distances", title] = Known(kernel_distance(features, sample, classes, within=self.within))
-        if "prdc" in wanted:
-            where = extractor.distance_name.removeprefix("FD-").replace("FID", "Inception", 1)
-            for name, estimate in neighbour_figures(features, sample, classes).items():
-                found["metrics", f"{name} ({where})"] = Known(estimate, "higher")
         if "cmmd" in wanted and extractor.name == "clip":
             published = (recipe.get("crop"), extractor.dimension) == (336, 768)
             name = "CMMD" if published else f"CMMD ({str(recipe.get('sha256'))[:8]})"
@@ -366,7 +342,7 @@ def pair_changes(device: torch.device) -> ImageMetric:
         frames = structural_similarity(mine.flatten(0, 1), other.flatten(0, 1), data_range=255.0)
         return torch.stack((decibels, batch.by_image(frames)), 1)
 
-    return ImageMetric("PSNR and SSIM", measure, {"format": PAIRS_FORMAT}, compares=True, shape=(2,))
+    return ImageMetric("PSNR and SSIM", measure, compares=True)
 
 
 def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from elfatt_sd.evaluation.run import (
     clear_disk_errors,
 )
 from elfatt_sd.evaluation.score import build_references, load_extractors, network_device, score_inputs, score_run
-from elfatt_sd.evaluation.statistics import check_enough
 from elfatt_sd.files import (
     cache_folder,
     check_writable,
@@ -85,11 +84,8 @@ def first_checks(protocol: Protocol, *, scored: bool = True) -> Iterator[Callabl
     """Yield what is to be tried before anything is loaded, also for scores; each raises an `ElfattError`."""
 
     def prompts() -> None:
-        count = len(run_prompts(protocol))
-        if count < 2:
+        if len(run_prompts(protocol)) < 2:
             raise ElfattError("1 image a row has no distance; give at least 2 (limit, classes or images_per_class).")
-        if any(choice.metric == "prdc" for choice in protocol.metrics):
-            check_enough(count * protocol.frames)
 
     def weights() -> None:
         if protocol.inception_weights and not Path(protocol.inception_weights).is_file():

@@ -1,4 +1,4 @@
-"""Figures of features: intervals over classes, kernel distances, moments, and the files that hold them.
+"""Figures of features: moments, intervals over classes, kernel distances.
 
 All is computed in float64 and without scipy. Legend for shapes: n images, d features.
 """
@@ -6,18 +6,13 @@ All is computed in float64 and without scipy. Legend for shapes: n images, d fea
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.files import atomic_file
 from elfatt_sd.measure import student_quantile
 
 Interval = tuple[float, float]
@@ -30,7 +25,6 @@ FEWEST_CLASSES = 30
 KERNEL_SAMPLE = 5000  # images of a block, and of the reference, at most
 ROWS_AT_ONCE = 1024  # of a piece of the kernel matrix
 WIDTH, CMMD_SCALE = 10.0, 1000  # of the Gaussian kernel, and of the distance with it
-NEIGHBOURS, PIECE = 5, 512  # as Naeem et al. have it; rows of a piece of the matrix of distances
 Kernel = Callable[[Tensor, Tensor], Tensor]  # `[n, d]` and `[m, d]` to `[n, m]`
 ROWS = 4096  # of features that are in float64 at once
 LARGEST = 1e15  # of a feature; the sixth power, which the kernel distance's interval takes, is still a number
@@ -193,133 +187,16 @@ def cmmd(features: Tensor, reference: Tensor, groups: Groups) -> ClassEstimate:
     return ClassEstimate(distance.value * CMMD_SCALE, distance.moves * CMMD_SCALE)
 
 
-# Kynkaanniemi et al. 2019; Naeem et al. 2020. With r(x) the distance of x to its k-th neighbour within its own set,
-# over images x and reference images y:
-#     precision = mean over x of [some y has |x - y| <= r(y)]
-#     density   = mean over x of the number of y with |x - y| <= r(y), divided by k
-#     recall    = mean over y of [some x has |x - y| <= r(x)]
-#     coverage  = mean over y of [some x has |x - y| <= r(y)]
-# Precision and density are means over images. Recall and coverage are not: their moves are what they lose or gain
-# without each class, its images neither there nor neighbours of others.
-def neighbour_figures(features: Tensor, reference: Tensor, groups: Groups) -> dict[str, ClassEstimate]:
-    """Return precision, recall, density and coverage, and how far each class of images moves them."""
-    check_enough(min(len(features), len(reference)))
-    images, known = features.float(), reference.float()
-    classes, place = torch.unique(torch.as_tensor(groups, device="cpu"), return_inverse=True)
-    radii = _nearest(known, NEIGHBOURS + 1)[0][:, -1]
-    # of one class, no more are left out; the first neighbour is the image itself
-    own, indices = _nearest(images, min(NEIGHBOURS + 1 + int(torch.bincount(place).max()), len(images)))
-    own_radii, own_classes = own[:, NEIGHBOURS], place[indices[:, 1:]]
-    counts = torch.zeros(len(images), dtype=torch.float64, device="cpu")
-    # the reference images that each class reaches; those that others reach only without it
-    covered, recalled, gained = torch.zeros(3, len(classes), len(known), dtype=torch.bool, device="cpu")
-    for rows in torch.split(torch.arange(len(images), device="cpu"), PIECE):
-        far = torch.cdist(images[rows], known)
-        counts[rows] = (far <= radii).sum(1).double()
-        for row, number, distances in zip(rows.tolist(), place[rows].tolist(), far, strict=True):
-            covered[number] |= distances <= radii
-            recalled[number] |= distances <= own_radii[row]
-            # without a class that some of its neighbours are of, an image's own radius is wider
-            for without in set(own_classes[row, :NEIGHBOURS].tolist()) - {number}:
-                left = own[row, 1:][own_classes[row] != without]
-                if len(left) >= NEIGHBOURS:
-                    gained[without] |= distances <= left[NEIGHBOURS - 1].item()
-    return {
-        "Precision": ClassEstimate.mean((counts > 0).double(), groups),
-        "Recall": _reached(recalled, gained),
-        "Density": ClassEstimate.mean(counts / NEIGHBOURS, groups),
-        "Coverage": _reached(covered, torch.zeros_like(covered, device="cpu")),
-    }
-
-
-def check_enough(count: int) -> None:
-    if count <= NEIGHBOURS:
-        raise ElfattError(f"metric 'prdc' needs more than {NEIGHBOURS} images and reference images; there are {count}.")
-
-
-def _nearest(points: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Distances and indices `[n, count]` of the nearest of all points to each, itself the first."""
-    found = [torch.cdist(part, points).topk(count, largest=False) for part in torch.split(points, PIECE)]
-    return torch.cat([each.values for each in found]), torch.cat([each.indices for each in found])
-
-
-def _reached(by: Tensor, gained: Tensor) -> ClassEstimate:
-    """The fraction of reference images that is reached, and by how much each class moves it."""
-    times = by.sum(0)
-    value = (times > 0).double().mean().item()
-    without = [((times > own.int()) | more).double().mean() for own, more in zip(by, gained, strict=True)]
-    return ClassEstimate(value, left_out(torch.stack(without))[None])
-
-
-class FeatureStatistics:
-    """Mean and covariance of features that arrive in batches (Chan, Golub and LeVeque 1979)."""
-
-    def __init__(self, dimension: int) -> None:
-        self.count = 0
-        self.mean = torch.zeros(dimension, dtype=torch.float64, device="cpu")
-        self._scatter = torch.zeros(dimension, dimension, dtype=torch.float64, device="cpu")
-
-    @classmethod
-    def of(cls, features: Tensor) -> FeatureStatistics:
-        """Of all rows of features `[n, d]`."""
-        statistics = cls(features.shape[1])
-        for rows in torch.split(features, ROWS):
-            statistics.update(rows)
-        return statistics
-
-    @property
-    def covariance(self) -> Tensor:
-        if self.count < 2:
-            raise ElfattError(f"{self.count} images have no covariance; a distance needs at least 2.")
-        return self._scatter / (self.count - 1)
-
-    def update(self, features: Tensor) -> None:
-        rows = features.detach().to("cpu", torch.float64)
-        if len(rows):
-            mean = rows.mean(0)
-            centred = rows - mean
-            total, step = self.count + len(rows), mean - self.mean
-            between = torch.outer(step, step) * (self.count * len(rows) / total)
-            self._scatter = self._scatter + centred.T @ centred + between
-            self.mean = self.mean + step * (len(rows) / total)
-            self.count = total
-
-    def save(self, path: Path) -> None:
-        """Write `mu`, `sigma` and `count` as `.npz`, the names that other tools use."""
-        with atomic_file(path) as file:
-            np.savez(file, mu=self.mean.numpy(), sigma=self.covariance.numpy(), count=np.int64(self.count))
-
-
-def load_moments(path: Path) -> tuple[Tensor, Tensor, int | None]:
-    """Read `mu` `[d]` and `sigma` `[d, d]` from an `.npz` of this or another tool, and `count` where it is given."""
-    try:
-        with load_plain(path) as data:
-            arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))
-            mean, covariance = map(torch.from_numpy, arrays)
-            count = int(data["count"]) if "count" in data else None
-    except Exception as error:  # NumPy raises many kinds for damaged files
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ElfattError(f"{path} cannot be read ({reason}); accepted is an .npz file with mu and sigma.") from error
-    wrong = ""
-    if mean.dim() != 1 or covariance.shape != (len(mean), len(mean)):
-        wrong = f"mu {tuple(mean.shape)} and sigma {tuple(covariance.shape)}"
-    elif not ((mean.abs() <= LARGEST).all() and (covariance.abs() <= LARGEST**2).all()):  # so written, NaN is neither
-        wrong = "NaN, or numbers too large for a distance"
-    if wrong:
-        raise ElfattError(f"{path} has {wrong}; accepted are mu [d] and sigma [d, d].")
-    return mean, covariance, count
-
-
-def load_plain(path: Path) -> Any:
-    if not os.path.isfile(path):  # a pipe would be waited for
-        raise FileNotFoundError("it is not a plain file")
-    return np.load(path, allow_pickle=False)
-
-
-def read_array(path: Path, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """Return an array `[n, *shape]` of a `.npy` file; None where there is none that is whole."""
-    try:
-        found = torch.from_numpy(load_plain(path))
-    except Exception:  # NumPy raises many kinds for damaged files
-        return None
-    return found if found.dtype == dtype and found.dim() == 1 + len(shape) and found.shape[1:] == shape else None
+def moments(*pieces: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean `[d]` and covariance `[d, d]` of features in pieces (Chan, Golub and LeVeque 1979)."""
+    count, (mean, scatter) = 0, torch.zeros(2, 1, dtype=torch.float64, device="cpu")
+    for piece in pieces:
+        if len(piece):
+            rows, total = piece.double(), count + len(piece)
+            own = rows.mean(0)
+            centred, step = rows - own, own - mean
+            scatter = scatter + centred.T @ centred + torch.outer(step, step) * (count * len(rows) / total)
+            count, mean = total, mean + step * (len(rows) / total)
+    if count < 2:
+        raise ElfattError(f"{count} images have no covariance; a distance needs at least 2.")
+    return mean, scatter / (count - 1)

@@ -110,10 +110,8 @@ def test_clips_long_prompts_and_names(
         each = [metric.measure(Batch(ours[:, [f]], PROMPTS, theirs[:, [f]])) for f in range(3)]
         torch.testing.assert_close(metric.measure(Batch(ours, PROMPTS, theirs)), torch.stack(each).mean(0))
     long = ["a " * 75 + "c", "a " * 75 + "d"]
-    with pytest.warns(UserWarning, match="2 of 4 prompts of .* are cut off: the text encoder takes 75") as told:
-        alignment.reads([*long, *PROMPTS[:1], "a " * 75])
-        alignment.reads(long)
-    assert len(told) == 1
+    with pytest.warns(UserWarning, match="2 of 4 prompts of .* are cut off: the text encoder takes 75"):
+        load_metrics([MetricChoice("clip-score", str(clip))], "cpu", [*long, *PROMPTS[:1], "a " * 75, *long])
     assert alignment.measure(Batch(images(0)[:2], long)).isfinite().all()
     digest = sha256_of_file(alexnet)
     assert alignment.name.startswith("CLIPScore (") and closeness.name == f"LPIPS (AlexNet, {digest[:8]})"
@@ -149,7 +147,7 @@ def test_what_is_refused(
     cases: list[tuple[dict[str, Any], Any, str]] = [
         ({"metric": "lpip"}, None, "accepted: lpips, dists"),
         ({"metric": "lpips"}, None, "accepted: weights, torchvision's file"),
-        ({"metric": "prdc", "weights": "x"}, None, "accepted: none"),
+        ({"metric": "cmmd", "weights": "x"}, None, "accepted: none"),
         ({"metric": "lpips", "weights": "x", "better": "lower"}, None, "better='lower'"),
         ({"metric": "lpips", "weights": "absent.pth"}, None, "weights absent.pth cannot be loaded"),
         ({"metric": "clip-score", "weights": "absent"}, None, "no config.json"),
@@ -173,9 +171,8 @@ def test_what_is_refused(
         with pytest.raises(ElfattError, match=reason) as raised:
             load(**choice).measure(Batch(images(0), PROMPTS))
         assert "\n" not in str(raised.value)
-    for kind, reason in (("cmmd", "needs CLIP's features"), ("prdc", "needs features; give an extractor")):
-        with pytest.raises(ElfattError, match=reason):
-            score_inputs(runs.protocol(metrics=(MetricChoice(kind),)), [])
+    with pytest.raises(ElfattError, match="needs CLIP's features"):
+        score_inputs(runs.protocol(metrics=(MetricChoice("cmmd"),)), [])
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None if name == "torchvision" else object())
     with pytest.raises(ElfattError, match=r"pip install .*inception"):
         load(metric="lpips", weights=str(classifiers["alexnet"]))
@@ -193,7 +190,7 @@ def row(folder: Path, name: str, lighter: int) -> Images:
 def test_a_paired_difference_has_a_verdict(tmp_path: Path) -> None:
     def scorer(*choices: MetricChoice) -> Scorer:
         protocol = Protocol("p", (Cell("sd", "SD", "sd", role="baseline"),), metrics=choices)
-        return Scorer(protocol, load_metrics(choices, "cpu"), [], tmp_path)
+        return Scorer(protocol, load_metrics(choices, "cpu"), [])
 
     uneven = [0] * 9 + list(range(1, 32))
     cases: tuple[tuple[Any, Any, str | None], ...] = (
@@ -258,26 +255,6 @@ def test_inception_resizes_as_tensorflow_did_and_only_the_published_weights_give
     assert (other_scale - whole).abs().max() < 0.1 * whole.abs().max()
 
 
-@pytest.mark.parametrize("size", [(64, 80), (512, 512), (300, 299)])
-def test_pytorch_fid_and_clean_fid_give_the_same_features(inception_file: Path, size: tuple[int, int]) -> None:
-    package = pytest.importorskip("pytorch_fid.inception", reason="pip install --no-deps pytorch-fid clean-fid")
-    clean = pytest.importorskip("cleanfid.resize", reason="pip install --no-deps clean-fid")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(package, "load_state_dict_from_url", lambda *_, **__: torch.load(inception_file))
-        network = package.InceptionV3([3]).eval()
-    images = pictures(1, *size)
-    with torch.no_grad():
-        wanted = network(images / 255)[0].flatten(1)
-    torch.testing.assert_close(inception("inception:pytorch-fid", inception_file)(images), wanted, rtol=1e-4, atol=1e-5)
-    resized = torch.from_numpy(clean.build_resizer("clean")(images[0].permute(1, 2, 0).numpy())).permute(2, 0, 1)
-    # of 255: torch weighs in single precision
-    torch.testing.assert_close(features.resized(images, (299, 299))[0], resized, rtol=0, atol=1e-2)
-    extractor = inception("inception:clean-fid", inception_file)
-    with torch.no_grad():
-        wanted = extractor.network((resized[None] - 128) / 128)
-    torch.testing.assert_close(extractor(images), wanted, rtol=1e-3, atol=1e-4)
-
-
 def test_toy_features_and_attributes() -> None:
     extractor, images = load_extractor("toy"), pictures(2, 256, 256)
     found = extractor(images)
@@ -329,16 +306,7 @@ def test_directories_of_models_and_their_preprocessing(models: Path, tmp_path: P
     assert other.identity != plain.identity
     assert not torch.allclose(other(images), plain(images), atol=1e-3)
     shutil.copytree(models / "clip", tmp_path / "model")
-    wrong: tuple[dict[str, Any], ...] = (
-        {"crop_size": "x"},
-        {"crop_size": -1},
-        {"size": {"height": 10**9}},
-        {"size": 10_000},
-        {"image_mean": [1]},
-        {"image_std": [0, 1, 1]},
-        {"crop_size": 8},  # CLIP takes images of its own size alone
-    )
-    for text in ("{", *map(json.dumps, wrong)):
+    for text in ("{", "[]", '{"crop_size": 8}'):  # CLIP takes images of its own size alone
         (tmp_path / "model" / "preprocessor_config.json").write_text(text)
         with pytest.raises(ElfattError, match=r"preprocessor_config\.json"):
             load_extractor(f"clip:{tmp_path / 'model'}")

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.runs import protocol, write_run
@@ -24,8 +23,7 @@ from syrupy.types import SerializableData, SerializedData
 
 from elfatt_sd.devices import describe_machine
 from elfatt_sd.errors import ElfattError, ElfattFailure
-from elfatt_sd.evaluation import stages
-from elfatt_sd.evaluation.protocols import Cell, Protocol, unequal
+from elfatt_sd.evaluation.protocols import Cell, unequal
 from elfatt_sd.evaluation.records import same_images
 from elfatt_sd.evaluation.report import load_results, write_report
 from elfatt_sd.evaluation.run import RowFolder, RunFolder
@@ -212,22 +210,6 @@ def test_a_damaged_file_is_told(copy: Path, name: str, damage: Any, message: str
     with pytest.raises(ElfattError, match=message) as error:
         READ.get(name, lambda run_dir: RunFolder.open(run_dir).results())(copy)
     assert name in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("damage", ["half", "short", "infinite"])
-def test_damaged_features_are_made_anew(copy: Path, full_protocol: Protocol, damage: str) -> None:
-    before = (copy / "scores.json").read_bytes()
-    whole = {path: path.read_bytes() for path in (copy / "scores").glob("*.npy")}
-    for path, kept in whole.items():
-        features = np.load(path)
-        if damage == "half":
-            path.write_bytes(kept[: len(kept) // 2])
-        else:
-            np.save(path, features[:3] if damage == "short" else np.full_like(features, np.inf))
-    (copy / "scores.json").unlink()
-    stages.score(RunFolder(copy, full_protocol), lambda line: None)
-    assert (copy / "scores.json").read_bytes() == before
-    assert {path: path.read_bytes() for path in whole} == whole
 
 
 def test_what_stands_in_the_way_of_writing_is_one_line_and_links_lead_nowhere(copy: Path) -> None:

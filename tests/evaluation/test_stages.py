@@ -158,7 +158,6 @@ def test_a_torn_reference_picture_costs_no_images(
         ),
         ({"metrics": (MetricChoice("no_module:f"),)}, ["no_module:f"]),
         ({"height": 33}, ["height=33 is not accepted"]),
-        ({"metrics": (MetricChoice("prdc"),), "limit": 5}, ["metric 'prdc' needs more than 5 images and reference"]),
     ],
     ids=str,
 )

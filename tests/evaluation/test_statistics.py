@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import mpmath
 import pytest
 import torch
-from support.runs import moments, normal, spread
+from support.runs import normal, spread
 from torch import Tensor
 from torchmetrics.image.kid import poly_mmd
 
@@ -20,18 +19,15 @@ from elfatt_sd.evaluation.frechet import Target, frechet_figures
 from elfatt_sd.evaluation.statistics import (
     BETTER,
     FEWEST_CLASSES,
-    NEIGHBOURS,
     NO_DIFFERENCE,
     TOO_FEW,
     WORSE,
     ClassEstimate,
-    FeatureStatistics,
     cmmd,
     even_classes,
     kernel_distance,
     left_out,
-    load_moments,
-    neighbour_figures,
+    moments,
     share_interval,
     verdict,
 )
@@ -41,19 +37,12 @@ FIGURES = ("published", "least", "most")
 RUNS = 60
 
 
-def test_streamed_statistics_are_mean_and_covariance_and_survive_the_disk(tmp_path: Path) -> None:
+def test_moments_in_pieces_are_mean_and_covariance() -> None:
     features = (1000 + normal(2000, 5, 1)).float()  # an offset that a sum of squares would lose digits to
-    streamed = FeatureStatistics(5)
-    for start in range(0, 2000, 7):
-        streamed.update(features[start : start + 7])
-    streamed.save(tmp_path / "a.npz")
-    whole = FeatureStatistics.of(features)
-    kept = [(each.mean, each.covariance, each.count) for each in (streamed, whole)]
-    for mean, covariance, count in (*kept, load_moments(tmp_path / "a.npz")):
-        assert count == 2000
+    for pieces in ([features], features.split(7), [features[:0], *features.split(999), features[:0]]):
+        mean, covariance = moments(*pieces)
         torch.testing.assert_close(mean, features.double().mean(0), rtol=1e-13, atol=0)
         torch.testing.assert_close(covariance, torch.cov(features.double().T), rtol=1e-9, atol=1e-9)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 
 
 def test_standard_errors_and_intervals_over_classes() -> None:
@@ -147,35 +136,6 @@ def test_kernel_distances_are_their_definitions(monkeypatch: pytest.MonkeyPatch)
     assert found.value == pytest.approx(sum(part.value for part in parts) / 3)
     assert found.value == pytest.approx(whole.value, rel=0.05)
     assert found.standard_error() == pytest.approx(whole.standard_error(), rel=0.1)
-
-
-def by_definition(images: Tensor, known: Tensor) -> dict[str, float]:
-    """Precision, recall, density and coverage by all pairs."""
-    of_known, of_images = (torch.cdist(each, each).sort().values[:, NEIGHBOURS] for each in (known, images))
-    far = torch.cdist(images, known)
-    return {
-        "Precision": (far <= of_known).any(1).double().mean().item(),
-        "Recall": (far <= of_images[:, None]).any(0).double().mean().item(),
-        "Density": (far <= of_known).double().sum(1).mean().item() / NEIGHBOURS,
-        "Coverage": (far <= of_known).any(0).double().mean().item(),
-    }
-
-
-@pytest.mark.parametrize("each", [1, 2, 7])
-def test_neighbours_are_those_of_the_definitions_with_and_without_each_class(each: int) -> None:
-    images, known = normal(60, 3, 1) + 0.6, normal(50, 3, 1001)
-    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
-    groups = torch.arange(60) // each
-    found = neighbour_figures(images[order], known, groups[order])
-    expected = by_definition(images, known)
-    assert {name: figure.value for name, figure in found.items()} == pytest.approx(expected)
-    assert all(0 < value < 2 for value in expected.values())
-    rest = [by_definition(images[groups != left], known) for left in groups.unique()]
-    for name in ("Recall", "Coverage"):
-        without = torch.tensor([figures[name] for figures in rest], dtype=torch.float64)
-        torch.testing.assert_close(found[name].moves[0], left_out(without), rtol=0, atol=1e-12)
-    with pytest.raises(ElfattError, match=f"more than {NEIGHBOURS}"):
-        neighbour_figures(images[:NEIGHBOURS], known, range(NEIGHBOURS))
 
 
 def published(features: Tensor, mean: Tensor, covariance: Tensor) -> float:
@@ -336,16 +296,3 @@ def test_few_classes_miss_rare_damage() -> None:
     assert few.accuracy_difference < 40 / RUNS < 52 / RUNS <= enough.accuracy_difference
     assert few.better_as_published > 10 / RUNS > enough.better_as_published
     assert fewest.better <= 6 / RUNS  # a rate of 5 %, and two standard deviations of chance
-
-
-def test_intervals_of_paired_differences_of_neighbours_cover() -> None:
-    """Two methods of the same latents; the truth is the mean over many draws. Jackknives of such figures are wide."""
-    known, runs = normal(300, 4, 10_000), []
-    for seed in range(40):
-        images = normal(200, 4, seed)
-        runs.append([neighbour_figures(each, known, range(200)) for each in (images * 0.75 + 0.2, images * 0.6)])
-    for name in ("Recall", "Density", "Coverage"):
-        found = [first[name] - second[name] for first, second in runs]
-        truth = sum(each.value for each in found) / len(found)
-        intervals = [each.interval() for each in found]
-        assert sum(ends is not None and ends[0] <= truth <= ends[1] for ends in intervals) >= 37, name

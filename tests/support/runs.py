@@ -27,9 +27,8 @@ from elfatt_sd.evaluation.protocols import Cell, Protocol, load_protocol
 from elfatt_sd.evaluation.records import MadeImage
 from elfatt_sd.evaluation.reference import Reference, build_reference, renders
 from elfatt_sd.evaluation.run import RUN_FILE, RowFolder, RunFolder, clear_disk_errors
-from elfatt_sd.evaluation.statistics import FeatureStatistics
+from elfatt_sd.evaluation.statistics import moments
 from elfatt_sd.files import folder_lock, sha256_of_file
-from elfatt_sd.measure import Progress
 
 # Features of which the distribution is known.
 
@@ -41,11 +40,6 @@ def normal(count: int, dimension: int, seed: int) -> Tensor:
 def spread(dimension: int) -> Tensor:
     """Standard deviations that fall off, as those of real features do."""
     return torch.arange(1, dimension + 1, dtype=torch.float64) ** -0.5
-
-
-def moments(features: Tensor) -> tuple[Tensor, Tensor]:
-    found = FeatureStatistics.of(features)
-    return found.mean, found.covariance
 
 
 # An extractor that needs no weights: quick, exact, and blind to the order of a batch.
@@ -431,20 +425,16 @@ def build(
     source: Path | str,
     cache: Path,
     extractor: Extractor | None = None,
-    progress: Progress | None = None,
     classes: Sequence[int] = (),
     **wanted: Any,
 ) -> Reference:
     chosen = protocols.ReferenceChoice(str(source), **{"count": PHOTOS, **wanted})
-    return build_reference(chosen, extractor or regions(), classes, cache_dir=cache, progress=progress)
+    return build_reference(chosen, extractor or regions(), classes, cache_dir=cache)
 
 
-def expected_statistics(contents: dict[str, bytes] = FILES) -> FeatureStatistics:
-    extractor, found = regions(), FeatureStatistics(12)
-    for content in contents.values():
-        pixels = np.array(Image.open(io.BytesIO(content)).convert("RGB"))
-        found.update(extractor(torch.from_numpy(pixels).permute(2, 0, 1)[None]))
-    return found
+def expected_statistics(contents: dict[str, bytes] = FILES) -> tuple[Tensor, Tensor]:
+    pixels = (np.array(Image.open(io.BytesIO(content)).convert("RGB")) for content in contents.values())
+    return moments(*map(regions(), (torch.from_numpy(each).permute(2, 0, 1)[None] for each in pixels)))
 
 
 # A run whose images are renders of the toy, to be scored.
