@@ -181,8 +181,9 @@ class RunParts:
 class Lineup:
     """Variants by name, and for each row of a table its run."""
 
-    variants: dict[str, Variant]
-    runs: dict[str, RunParts]
+    variants: dict[str, Variant] = dataclasses.field(default_factory=dict)
+    runs: dict[str, RunParts] = dataclasses.field(default_factory=dict)
+    names: dict[Variant, str] = dataclasses.field(default_factory=dict)  # of kinds of work
 
     def add(self, row: str, variant: Variant, floor: str | None = None) -> None:
         """Add a row that is one variant; the same work is timed once."""
@@ -190,10 +191,8 @@ class Lineup:
 
     def place(self, name: str, variant: Variant) -> str:
         """Add a variant, and return the name under which it, or one of the same work, is timed."""
-        for known, other in self.variants.items():
-            if dataclasses.replace(variant, config=other.config) == other and same_work(variant.config, other.config):
-                return known
-        self.variants[name] = variant
+        name = self.names.setdefault(dataclasses.replace(variant, config=work_of(variant.config)), name)
+        self.variants.setdefault(name, variant)
         return name
 
     def add_twins(self, ending: str) -> None:
@@ -244,17 +243,16 @@ def _fitted(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool)
 
 
 def _once(configs: Iterable[PatchConfig]) -> list[PatchConfig]:
-    kept: list[PatchConfig] = []
+    kept = dict[PatchConfig, PatchConfig]()
     for config in configs:
-        if not any(same_work(config, other) for other in kept):
-            kept.append(config)
-    return kept
+        kept.setdefault(work_of(config), config)
+    return [*kept.values()]
 
 
-def same_work(one: PatchConfig, other: PatchConfig) -> bool:
-    """Tell whether two configurations do the same, whatever their names; peers are what their names say."""
-    peers = [name if differs_by_step(name) else is_peer(name) for name in (one.method, other.method)]
-    return peers[0] == peers[1] and dataclasses.replace(one, method=other.method) == other
+def work_of(config: PatchConfig) -> PatchConfig:
+    """Return what configurations that do the same have in common, whatever their names; peers are what these say."""
+    method = config.method if differs_by_step(config.method) else PEER * is_peer(config.method)
+    return dataclasses.replace(config, method=method or "any")
 
 
 def line_up(
@@ -273,7 +271,7 @@ def line_up(
     of patches, `COMPILED` of all that are not peers. Competitors are backends of exact attention in all layers.
     """
     tomesd = denoiser is None or isinstance(family_of(denoiser), UNet)  # which patches nothing else
-    lineup = Lineup({UNPATCHED: UNTOUCHED}, {})
+    lineup = Lineup()
     lineup.add(UNPATCHED, UNTOUCHED)
     floors: dict[str, Variant] = {}
     for config in configs if denoiser is None else _fitted(configs, denoiser, named=named):
