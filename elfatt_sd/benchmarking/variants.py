@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -315,21 +316,14 @@ def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
     over the matching of the call before them, which all calls of one step do but the first. So is one whose steps share
     the difference to exact attention: calls that measure it, and calls that add it.
     """
-    counts: dict[Variant, int] = {}
-    matched: object = None  # the phases and the group of steps that the last matching is of
-    measured: object = None  # likewise, that the last differences to exact attention are of
-    for step in range(STEPS):
-        part = config.at(step, STEPS)
+    counts, parts = Counter[Variant](), [config.at(step, STEPS) for step in range(STEPS)]
+    for step, part in enumerate(parts):
         shared = max((phase.residual_steps for phase in part.all_phases), default=1)
-        group = (part, step // config.reuse_steps)
-        reuses = any(phase.matches for phase in part.all_phases) and group == matched
-        matched = group
-        group = (part, step // shared)
-        measures = shared > 1 and group != measured
-        measured = group
+        goes_on = step > 0 and part == parts[step - 1]
+        reuses = goes_on and step % config.reuse_steps > 0 and any(phase.matches for phase in part.all_phases)
+        measures = shared > 1 and not (goes_on and step % shared)
         part = dataclasses.replace(part, reuse_steps=config.reuse_steps if reuses else 1)
-        variant = Variant("patch", part, measures=measures) if part.active else UNTOUCHED
-        counts[variant] = counts.get(variant, 0) + 1
+        counts[Variant("patch", part, measures=measures) if part.active else UNTOUCHED] += 1
     return list(counts.items())
 
 

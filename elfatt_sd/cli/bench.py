@@ -20,48 +20,42 @@ from elfatt_sd.files import check_writable
 app = typer.Typer(no_args_is_help=True)
 
 Options = dict[str, tuple[Any, Any]]
-
-
-def option(kind: Any, default: Any, text: str, *names: str) -> tuple[Any, Any]:
-    return Annotated[kind, typer.Option(*names, help=text)], default
-
-
 ONE_OF = (
     "One of {}, a saved FILE.json, or package.module:Class; with settings as in elfatt-fast:block_size=512,levels=2; "
     "several times, or the benchmark's own set."
 )
 SIZE = "Side of the images in pixels, or 832x480, width first; may be given several times."
 OPTIONS: Options = {  # of all benchmarks
-    "tokens": option(list[int], [4096, 16384], "Tokens of a square grid; may be given several times."),
-    "model": option(str, "sd15", f"{', '.join(SHAPE_NAMES)} (random weights), {MODELS}."),
-    "sizes": option(list[str], ["512", "1024"], SIZE, "--size"),
-    "methods": option(list[str] | None, None, ONE_OF.format(", ".join((*METHODS, PEER, *ALONE))), "--method"),
-    "ratio": option(float | None, None, "Fraction of the tokens that are merged, for all that merge."),
-    "batch": option(int, 2, "Rows of a UNet's batch: two for each image with guidance."),
-    "repeats": option(int, 5, "Rounds that count."),
-    "block_size": option(int, 128, "Tokens in a block."),
-    "max_seconds": option(float, math.inf, "Leave out what is expected to take longer for one call."),
-    "seconds": option(float, math.inf, "Start no further round past this time, for each size."),
-    "steps": option(int, 25, "Denoising steps."),
+    "tokens": optional(list[int], default=[4096, 16384], help="Tokens of a square grid; may be given several times."),
+    "model": optional(str, default="sd15", help=f"{', '.join(SHAPE_NAMES)} (random weights), {MODELS}."),
+    "sizes": optional(list[str], "--size", default=["512", "1024"], help=SIZE),
+    "methods": optional(list[str], "--method", help=ONE_OF.format(", ".join((*METHODS, PEER, *ALONE)))),
+    "ratio": optional(float, help="Fraction of the tokens that are merged, for all that merge."),
+    "batch": optional(int, default=2, help="Rows of a UNet's batch: two for each image with guidance."),
+    "repeats": optional(int, default=5, help="Rounds that count."),
+    "block_size": optional(int, default=128, help="Tokens in a block."),
+    "max_seconds": optional(float, default=math.inf, help="Leave out what is expected to take longer for one call."),
+    "seconds": optional(float, default=math.inf, help="Start no further round past this time, for each size."),
+    "steps": optional(int, default=25, help="Denoising steps."),
     "device": (Device, "auto"),
     "dtype": (Dtype, "auto"),
-    "compile": option(bool, False, "Time all but other packages through torch.compile too.", "--compile"),
-    "autotune": option(
-        bool, False, "Time every method also with only those layers patched that it makes faster.", "--autotune"
+    "compile": optional(bool, "--compile", help="Time all but other packages through torch.compile too."),
+    "autotune": optional(
+        bool, "--autotune", help="Time every method also with only those layers patched that it makes faster."
     ),
-    "memory": option(bool, True, "Also measure the peak memory.", "--memory/--no-memory"),
-    "memory_batch": option(
-        list[int] | None,
-        None,
-        "Rows at which the peak is measured, two such batches for the growth; if not given --batch and twice that.",
+    "memory": optional(bool, "--memory/--no-memory", default=True, help="Also measure the peak memory."),
+    "memory_batch": optional(
+        list[int],
+        help="Rows at which the peak is measured, two such batches for the growth; "
+        "if not given --batch and twice that.",
     ),
     "variant": (Variant, None),
 }
 PIPELINE: Options = {
-    "model": option(str, "toy", f"{', '.join(UNET_NAMES)} (random weights), {MODELS}."),
-    "sizes": option(list[str], [], SIZE, "--size"),
-    "methods": option(list[str] | None, None, ONE_OF.format(", ".join((*METHODS, *PEERS, *ALONE))), "--method"),
-    "batch": option(int, 1, "Images at a time."),
+    "model": optional(str, default="toy", help=f"{', '.join(UNET_NAMES)} (random weights), {MODELS}."),
+    "sizes": optional(list[str], "--size", default=[], help=SIZE),
+    "methods": optional(list[str], "--method", help=ONE_OF.format(", ".join((*METHODS, *PEERS, *ALONE)))),
+    "batch": optional(int, default=1, help="Images at a time."),
 }
 SESSION: Options = {
     "out": optional(

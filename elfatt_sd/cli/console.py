@@ -64,8 +64,8 @@ def _report(error: Exception, debug: bool) -> int:
     return FAILURE
 
 
-def optional(kind: Any, *names: str, **details: Any) -> tuple[Any, None]:
-    return Annotated[kind | None, typer.Option(*names, **details)], None
+def optional(kind: Any, *names: str, default: Any = None, **details: Any) -> tuple[Any, Any]:
+    return Annotated[kind | None if default is None else kind, typer.Option(*names, **details)], default
 
 
 def adds_options(

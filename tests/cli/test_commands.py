@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -132,17 +133,13 @@ def test_paths_go_to_a_pipe_beside_a_bar() -> None:
     assert b"preparing" in drawn and b"a path" not in drawn
 
 
-def heed_control_c() -> None:
-    """Undo that whoever started the tests in the background has SIGINT ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_control_c_is_one_line_and_finished_pictures_stay(model: Path, tmp_path: Path) -> None:
     """Of the launcher of a checkout, from any folder."""
     words = ["generate", PROMPT, "--model", model, "--steps", 1, "--num-images", 100_000]
     command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
-    with subprocess.Popen(command, **pipes, preexec_fn=heed_control_c) as process:
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background have it ignored
+    with subprocess.Popen(command, **pipes, preexec_fn=heed) as process:
         assert process.stdout is not None
         first = process.stdout.readline().strip()
         process.send_signal(signal.SIGINT)
