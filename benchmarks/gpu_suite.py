@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from elfatt_sd.attention.softmax import make_ready, softmax_attention
 from elfatt_sd.benchmarking import Model, fill, make_model, unet
 from elfatt_sd.benchmarking.report import Results, Session, markdown
 from elfatt_sd.devices import describe_machine, synchronize
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.errors import ElfattError, is_out_of_memory
 from elfatt_sd.families.shapes import Shape, empty_model
 from elfatt_sd.files import write_json
 from elfatt_sd.loading import pick_device, pick_dtype
@@ -147,6 +147,17 @@ def _replayed(call: Call, device: torch.device) -> Call:
     return lambda: capture().replay()
 
 
+class KeepsGoing(Session):
+    """Leaves out a variant that fails, and keeps the reason."""
+
+    def lose(self, key: Mapping[str, Any], variant: str, error: Exception) -> None:
+        if is_out_of_memory(error):
+            super().lose(key, variant, error)
+        else:
+            failed = self.group(key).setdefault("failed", {})
+            failed[variant] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 class Suite:
     """The parts of the suite and what they gave."""
 
@@ -233,7 +244,7 @@ class Suite:
             self.results["errors"][name] = "no time left"
             return
         print(f"\n## {name} ({begun - self.start:.0f} s)", flush=True)
-        self.session = Session(keep_going=True)
+        self.session = KeepsGoing()
         try:
             part()
         except BaseException as error:

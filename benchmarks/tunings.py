@@ -19,7 +19,7 @@ from PIL import Image
 import elfatt_sd
 from elfatt_sd import tuning
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.drawing.pictures import psnr
+from elfatt_sd.drawing.compare import psnr
 from elfatt_sd.drawing.studio import draw
 from elfatt_sd.files import write_json
 from elfatt_sd.measure import progress_of

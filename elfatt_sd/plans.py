@@ -154,10 +154,6 @@ class Plan:
                 sizes.append((layer.tokens, layer.channels))
         return kept_bytes(sizes, torch.float16, self.config.residuals)
 
-    def average(self, layer: PlannedLayer) -> float:
-        parts = (phase.until - phase.start for phase in self.phases)
-        return sum(part * work for part, work in zip(parts, layer.multiply_adds_by_phase, strict=True))
-
     def groups(self) -> list[tuple[PlannedLayer, ...]]:
         alike: dict[PlannedLayer, list[PlannedLayer]] = {}
         for layer in self.layers:

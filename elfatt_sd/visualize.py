@@ -15,10 +15,11 @@ Shapes: N tokens of the grid, M tokens that attention is given (fewer where toke
 from __future__ import annotations
 
 import contextlib
+import copy
 import fnmatch
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -187,10 +188,7 @@ def watch(
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         for patch, each in watched:
-            watcher = _Watcher(patch, each, step, at, looks)
-            undo.callback(after_forward(each.layer.attention, watcher.after))
-            if each.layer.norm is not None:
-                undo.callback(each.layer.norm.register_forward_pre_hook(watcher.before).remove)
+            undo.enter_context(_watch(patch, each, step, at, looks))
         yield looks
     if not looks:
         raise ElfattError("no watched layer was approximated in a watched step; give another step, or more steps.")
@@ -203,104 +201,84 @@ def check_wanted(step: int | None, at: Sequence[float]) -> None:
         raise ElfattError(f"at={at!r} is not accepted; give two fractions from 0 to 1, such as 0.5,0.5.")
 
 
-@dataclass
-class _Watcher:
-    """Watches one layer; see `watch`."""
+def _watch(
+    patch: Patch, layer: PatchedLayer, step: int | None, at: Sequence[float], looks: list[Look]
+) -> contextlib.ExitStack:
+    """Look at a layer once in each wanted step, until what is returned is closed."""
+    done, given, undo = set[int](), list[Tensor](), contextlib.ExitStack()
 
-    patch: Patch
-    layer: PatchedLayer
-    step: int | None
-    at: tuple[float, float]
-    looks: list[Look]
-    block_input: Tensor | None = None
-    done: set[int] = field(default_factory=set)
+    def before(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        given[:] = args[:1]
 
-    def before(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        self.block_input = args[0]
-
-    def after(self, again: Callable[[], Any], output: Any) -> None:
-        """Look, once in a wanted step."""
-        state = self.layer.state
+    def after(again: Callable[[], Any], output: Any) -> None:
+        state, steps = layer.state, patch.schedule.run.steps
         if state is None or state.phase.exact or state.outcome != "done":
             return
-        steps, by_phase = self.patch.schedule.run.steps, dict[Phase, list[int]]()
-        for step in range(steps):
-            phase = self.layer.config.phase_at(step, steps)
-            if not phase.exact and step % phase.residual_steps == phase.residual_steps - 1:
-                by_phase.setdefault(phase, []).append(step)
-        wanted = {each[len(each) // 2] for each in by_phase.values()} if self.step is None else {self.step - 1}
-        if state.call.step in wanted - self.done:
-            self.done.add(state.call.step)
+        by_phase = dict[Phase, list[int]]()
+        for each in range(steps):
+            phase = layer.config.phase_at(each, steps)
+            if not phase.exact and each % phase.residual_steps == phase.residual_steps - 1:
+                by_phase.setdefault(phase, []).append(each)
+        wanted = {each[len(each) // 2] for each in by_phase.values()} if step is None else {step - 1}
+        if state.call.step in wanted - done:
+            done.add(state.call.step)
             with torch.no_grad():
-                self.looks.append(self._look(state, again, output))
+                looks.append(_look(state, steps, at, again, output, *given))
 
-    def _look(self, state: LayerCall, again: Callable[[], Any], output: Any) -> Look:
-        phase, turn, grid = state.phase, state.calls, state.grid
-        places = zip(self.at, (grid.columns, grid.rows), strict=True)
-        column, row = (min(int(part * size), size - 1) for part, size in places)  # in the first frame of a video
-        query, seen = row * grid.columns + column, dict[str, Any](heads=(), merged=None, agents=())
-        state.phase = EXACT
-        exact = image_of(again(), state)[ROW].float()
-        if not phase.attention.empty:
-            kind = type(phase.attention)
-
-            def attend(own: Attention, layer: Any, tokens: Tensor, prepared: Prepared | None) -> Tensor:
-                seen.update(_seen(state, phase, query, layer, tokens, prepared))
-                return kind.attend(own, layer, tokens, prepared)
-
-            settings = {each.name: getattr(phase.attention, each.name) for each in fields(phase.attention)}
-            watched: Any = type(kind.__name__, (kind,), {"attend": attend})
-            state.phase = Phase(1.0, watched(**settings), merge=phase.merge)
-            state.block_input = self.block_input
-            again()
-        state.phase, state.calls, state.outcome = phase, turn, "done"
-        error, relative = errors(image_of(output, state)[ROW].float(), exact)
-        return Look(
-            method=state.call.config.method,
-            what=describe(phase, [grid]),
-            layer=state.layer.name,
-            step=state.call.step,
-            steps=self.patch.schedule.run.steps,
-            grid=grid,
-            query=query,
-            error=error,
-            relative_error=relative,
-            **seen,
-        )
+    undo.callback(after_forward(layer.layer.attention, after))
+    if layer.layer.norm is not None:
+        undo.callback(layer.layer.norm.register_forward_pre_hook(before).remove)
+    return undo
 
 
-class _Layer(Projected):
-    """A layer in one call, as an attention sees it, of one image and with given queries, keys and values."""
+def _look(
+    state: LayerCall,
+    steps: int,
+    at: Sequence[float],
+    again: Callable[[], Any],
+    output: Any,
+    block_input: Tensor | None = None,
+) -> Look:
+    phase, turn, grid = state.phase, state.calls, state.grid
+    kind: Any = type(phase.attention)
+    places = zip(at, (grid.columns, grid.rows), strict=True)
+    column, row = (min(int(part * size), size - 1) for part, size in places)  # in the first frame of a video
+    query, seen = row * grid.columns + column, dict[str, Any](heads=(), merged=None, agents=())
+    state.phase = EXACT
+    exact = image_of(again(), state)[ROW].float()
+    if not phase.attention.empty:
 
-    def __init__(self, layer: Any, given: Sequence[Tensor], context: Keys | None, merge_ratios: list[float]) -> None:
-        super().__init__(*given)
-        self.kernel, self.context = {**layer.kernel, "backend": "native"}, context
-        self._layer, self._merge_ratios = layer, merge_ratios
-        self._merged: Tensor | None = None
+        def attend(own: Attention, layer: Any, tokens: Tensor, prepared: Prepared | None) -> Tensor:
+            seen.update(_seen(state, phase, query, layer, tokens, prepared))
+            return phase.attention.attend(layer, tokens, prepared)
 
-    def queries(self, tokens: Tensor) -> Tensor:
-        return self._layer.queries(tokens).float() if tokens is self._merged else super().queries(tokens)
-
-    def merged(self, ratio: float) -> Tensor:
-        self._merge_ratios.append(ratio)
-        self._merged = self._layer.merged(ratio)[ROW:]
-        return self._merged
+        watched = type(kind.__name__, (kind,), {"attend": attend})
+        state.phase = Phase(1.0, watched(**vars(phase.attention)), merge=phase.merge)
+        state.block_input = block_input
+        again()
+    state.phase, state.calls, state.outcome = phase, turn, "done"
+    error, relative = errors(image_of(output, state)[ROW].float(), exact)
+    about = state.call.config.method, describe(phase, [grid]), state.layer.name, state.call.step, steps
+    return Look(*about, grid, query, **seen, error=error, relative_error=relative)
 
 
 def _seen(
     state: LayerCall, phase: Phase, query: int, layer: Any, tokens: Tensor, prepared: Prepared | None
 ) -> dict[str, Any]:
     """Return what an attention does with the tokens that it is given, as fields of a `Look`."""
-    attention, merge_ratios = phase.attention, list[float]()
-    q, k, _ = (x[ROW:].float() for x in layer.project(tokens))
-    context = layer.context and layer.context._replace(
-        k=layer.context.k[ROW:].float(),
-        v=layer.context.v[ROW:].float(),
-        mask=None if layer.context.mask is None else layer.context.mask[ROW:],
-    )
+    attention, merged = phase.attention, dict[float, Tensor]()
+    q, k, _ = (x.float() for x in layer.project(tokens))
+    context = layer.context and layer.context._replace(k=layer.context.k.float(), v=layer.context.v.float())
+
+    def merge(ratio: float) -> Tensor:
+        return merged.setdefault(ratio, layer.merged(ratio))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, context: Keys | None) -> Tensor:
-        return attention.attend(_Layer(layer, (q, k, v), context, merge_ratios), tokens[ROW:], prepared)
+        own, given = copy.copy(layer), Projected(q, k, v)
+        own.kernel, own.context = {**layer.kernel, "backend": "native"}, context
+        own.project, own.merged = given.project, merge
+        own.queries = lambda some: q if some is tokens else layer.queries(some).float()
+        return attention.attend(own, tokens, prepared)
 
     def exactly(q: Tensor, k: Tensor, v: Tensor, context: Keys | None) -> Tensor:
         return exact_attention(q, [Keys(k, v), *([context] if context else [])])
@@ -322,11 +300,11 @@ def _seen(
     if pools := attention.pools(q.shape[1]):
         pooled = np.repeat(np.arange(len(pools)), pools)[place]
         agents.append(Grouping("are averaged into one agent", pooled))
-    for ratio in dict.fromkeys(merge_ratios):
+    for ratio in merged:
         if (matching := _matching(state, ratio)) is not None:
             agents.append(Grouping("merge into one agent", _numbers(matching.groups[ROW])))
-    merged = Grouping("merge into one", place) if len(sizes) < state.grid.tokens else None
-    return {"heads": tuple(heads), "merged": merged, "agents": tuple(agents)}
+    into_one = Grouping("merge into one", place) if len(sizes) < state.grid.tokens else None
+    return {"heads": tuple(heads), "merged": into_one, "agents": tuple(agents)}
 
 
 def _places(state: LayerCall, phase: Phase, prepared: Prepared | None) -> Labels:
@@ -370,11 +348,11 @@ def weights_of(attend: Attend, q: Tensor, k: Tensor, context: Keys | None, query
     for start in range(0, tokens, size):
         places = torch.arange(start, min(start + size, tokens), device=q.device)
         ones = nothing.clone()
-        ones[0, places, :, places - start] = 1
-        image.append(attend(q, k, ones, text)[0, query, :, : len(places)])
+        ones[ROW, places, :, places - start] = 1
+        image.append(attend(q, k, ones, text)[ROW, query, :, : len(places)])
     on_text = q.new_zeros(heads)
     if text is not None:
-        on_text = attend(q, k, nothing, text._replace(v=torch.ones_like(text.v)))[0, query].mean(-1)
+        on_text = attend(q, k, nothing, text._replace(v=torch.ones_like(text.v)))[ROW, query].mean(-1)
     return torch.cat(image, -1).cpu().double().numpy(), on_text.cpu().double().numpy()
 
 
@@ -390,7 +368,7 @@ def same_keys(attend: Attend, q: Tensor, context: Keys | None) -> list[Labels | 
     own = attend(zeros, zeros, torch.ones_like(zeros), ones) - 1  # values that are added to their token's output
     means = attend(zeros, zeros, random, text) - own * random
     found: list[Labels | None] = []
-    for rows in means[0].transpose(0, 1).cpu().double().numpy():
+    for rows in means[ROW].transpose(0, 1).cpu().double().numpy():
         tolerance, labels = _SAME * (rows.std() or 1.0), np.full(len(rows), -1)
         for number in range(MOST_SETS):
             if not (left := np.flatnonzero(labels < 0)).size:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +21,8 @@ from elfatt_sd import visualize
 from elfatt_sd.attention.joint import Keys, exact_attention
 from elfatt_sd.attention.ordering import Grid
 from elfatt_sd.attention.softmax import block_attention, softmax_attention
-from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.config import PatchConfig, Phase, known_method
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.methods import Attention
 from elfatt_sd.visualize import Grouping, Heads, Look, draw, watch
 
 
@@ -84,30 +83,15 @@ def test_phases_layers_steps_and_points(pipe: Any, run: Any) -> None:
     assert all(each.query == each.grid.tokens - each.grid.columns for each in looks)
 
 
-@dataclass(frozen=True)
-class Halves(Attention):
-    name: ClassVar[str] = "watched-halves"
-    merges: ClassVar[bool] = False
-
-    def attend(self, layer: Any, tokens: torch.Tensor, prepared: Any) -> torch.Tensor:
-        halves = [x.chunk(2, dim=1) for x in layer.project(tokens)]
-        return torch.cat([softmax_attention(*half, **layer.kernel) for half in zip(*halves, strict=True)], 1)
-
-    def cost(self, size: Any) -> float:
-        return size.tokens**2
-
-
-def test_blocks_are_rectangles_and_an_attention_of_somebody_else_is_shown(pipe: Any, run: Any) -> None:
+def test_blocks_are_rectangles_and_an_attention_of_somebody_else_is_shown(pipe: Any, run: Any, module: str) -> None:
     [seen] = watched(pipe, phases(1.0, "block", block_size=16, block_order="windows"), run)
     labels = seen.heads[0].same_keys
     assert labels is not None
     for number in set(labels):
         rows, columns = np.nonzero(labels.reshape(seen.grid.rows, seen.grid.columns) == number)
         assert len(rows) == (np.ptp(rows) + 1) * (np.ptp(columns) + 1)
-    [seen] = watched(pipe, Halves(), run)
-    [heads] = seen.heads
-    assert heads.same_keys is not None and len(set(heads.same_keys)) == 2
-    assert heads.seen.sum() == seen.grid.tokens // 2
+    [seen] = watched(pipe, known_method(module), run)
+    assert [int(heads.seen.sum()) for heads in seen.heads] == [1] and seen.heads[0].seen[seen.query], "its own value"
 
 
 @pytest.mark.parametrize("kind", ["sd3", "flux", "wan"])

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from elfatt_sd.benchmarking.variants import (
 )
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import standard_normal
-from elfatt_sd.drawing.studio import check_steps, dimensions_of, exact_size, look_at, warn_if_too_large
+from elfatt_sd.drawing.studio import check_steps, dimensions_of, exact_size, warn_if_too_large
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.families.base import PlainProjections
@@ -122,25 +122,18 @@ def make_pipeline(
     import diffusers
 
     library: Any = diffusers
+    kind = library.StableDiffusionXLPipeline if name == "sdxl" else library.StableDiffusionPipeline
     with torch.device("meta"):
         vae = library.AutoencoderKL(**VAE)
-    model = make_model(name, device, dtype)
-    parts = {
-        "unet": model.unet,
-        "vae": fill(vae, device, dtype),
-        "scheduler": library.DDIMScheduler(steps_offset=1, clip_sample=False),
-        "text_encoder": None,
-        "tokenizer": None,
-    }
+    model, scheduler = make_model(name, device, dtype), library.DDIMScheduler(steps_offset=1, clip_sample=False)
+    parts = dict.fromkeys(inspect.signature(kind).parameters)  # None where nothing is needed: of text, of safety
+    parts |= {"unet": model.unet, "vae": fill(vae, device, dtype), "scheduler": scheduler}
     example = model.inputs(8 * model.scale, batch)
-    text = example["encoder_hidden_states"]
-    inputs = {"prompt_embeds": text, "negative_prompt_embeds": torch.zeros_like(text)}
-    if name == "sd15":
-        unused = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
-        return library.StableDiffusionPipeline(**parts, **unused), inputs
-    pooled = example["added_cond_kwargs"]["text_embeds"]
-    inputs |= {"pooled_prompt_embeds": pooled, "negative_pooled_prompt_embeds": torch.zeros_like(pooled)}
-    return library.StableDiffusionXLPipeline(**parts, text_encoder_2=None, tokenizer_2=None), inputs
+    inputs = {"prompt_embeds": example["encoder_hidden_states"]}
+    if name == "sdxl":
+        inputs["pooled_prompt_embeds"] = example["added_cond_kwargs"]["text_embeds"]
+    inputs |= {f"negative_{each}": torch.zeros_like(value) for each, value in inputs.items()}
+    return kind(**parts), inputs
 
 
 def fill(module: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -180,12 +173,12 @@ def layer(
     precision = pick_dtype(dtype, place)
     sides = {count: grid_side(count) for count in sorted(tokens)}
     Blocks(block_size)  # checks it
+    make = functools.partial(layer_calls, batch=batch, block_size=block_size, device=place, dtype=precision)
     settings = {"dtype": str(precision).removeprefix("torch."), "block_size": block_size}
     settings["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
     record = (session or Session()).begin(kind, place, settings, bases=[Softmax.name, _PEER])
-    parts = {"attention": _attention_calls, "layer": _layer_calls}
-    for (count, side), part in itertools.product(sides.items(), parts):
-        made = parts[part](side, batch, block_size, place, precision)
+    parts = ((count, *part) for count, side in sides.items() for part in make(side).items())
+    for count, part, made in parts:
         calls = {name: torch.inference_mode()(call) for name, call in made.items()}
         key = {"tokens": count, "batch": batch, "part": part}
         # A call's time is expected from that of the last size, as if its cost were quadratic.
@@ -222,25 +215,10 @@ def layer_phases(block_size: int) -> dict[str, Phase]:
     return phases | {name: Phase(1.0, kind()) for name, kind in attentions().items() if not is_own(kind)}
 
 
-def _attention_calls(
+def layer_calls(
     side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype
-) -> dict[str, Call]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (3, batch, side * side, HEADS, CHANNELS // HEADS)
-    q, k, v = standard_normal(shape, generator).to(device, dtype)
-    tokens, grid, draws = q.flatten(2), Grid.image(side, side), Draws(0, 0, 0, device)
-    call = PatchCall(PatchConfig(attention_backend="native"))
-    state: Any = SimpleNamespace(call=call, matching=lambda tokens, ratio: None)  # of a layer that merges nothing
-    calls: dict[str, Call] = {}
-    for name, phase in {Softmax.name: EXACT, **layer_phases(block_size)}.items():
-        if not phase.merge.ratio and (short := name.split(",")[0]) not in calls:
-            prepared = phase.attention.prepare(grid, draws)
-            layer = LayerInCall(Projected(q, k, v), state, tokens, phase)
-            calls[short] = functools.partial(attend, phase.attention, layer, tokens, prepared)
-    return calls
-
-
-def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype) -> dict[str, Call]:
+) -> dict[str, dict[str, Call]]:
+    """Return the calls of a layer by part: its attention alone, which no order changes, and the whole layer."""
     from diffusers.models.attention_processor import Attention
 
     generator = torch.Generator().manual_seed(0)
@@ -248,7 +226,9 @@ def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, d
     block_input = x.mT.contiguous().mT  # channels first, as in a UNet
     with torch.device("meta"):
         empty = Attention(CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS)
-    attention = fill(empty, device, dtype)
+    attention, grid = fill(empty, device, dtype), Grid.image(side, side)
+    given = PlainProjections(attention, x)
+    projected = Projected(*given.project(x))
 
     def merged_by_peer() -> Tensor:
         merge, unmerge = tomesd_matching(block_input, side, 0.5, 2)
@@ -259,13 +239,18 @@ def _layer_calls(side: int, batch: int, block_size: int, device: torch.device, d
         state.block_input = block_input
         return approximate(PlainProjections(attention, x), state, phase, x)
 
-    calls: dict[str, Call] = {Softmax.name: functools.partial(attention, x), _PEER: merged_by_peer}
+    alone: dict[str, Call] = {}
+    whole: dict[str, Call] = {Softmax.name: functools.partial(attention, x), _PEER: merged_by_peer}
     layer = SelfAttention("layer", attention, None, 1)
-    for name, phase in layer_phases(block_size).items():
+    for name, phase in {Softmax.name: EXACT, **layer_phases(block_size)}.items():
         patch = Patch(PatchConfig(phases=(phase,)), Layers([layer], [layer]))
-        state = LayerCall(patch.layers[0], PatchCall(patch.config), Grid.image(side, side))
-        calls[name] = functools.partial(step, state, phase)
-    return calls
+        state = LayerCall(patch.layers[0], PatchCall(patch.config), grid)
+        whole.setdefault(name, functools.partial(step, state, phase))
+        if not phase.merge.ratio and (short := name.split(",")[0]) not in alone:
+            prepared = phase.attention.prepare(grid, Draws(0, 0, 0, device))
+            seen = LayerInCall(projected, state, x, phase)
+            alone[short] = functools.partial(attend, phase.attention, seen, x, prepared)
+    return {"attention": alone, "layer": whole}
 
 
 def tomesd_matching(metric: Tensor, side: int, ratio: float, stride: int) -> tuple[Move, Move]:
@@ -403,8 +388,7 @@ def pipeline(
     measured = [name for name, each in lineup.variants.items() if memory and each.kind != FLOOR]
     for size in sizes:
         calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}
-        few = min(steps, 5)
-        warm_up = {name: functools.partial(_look, name, each, inputs, size, few) for name, each in twins.items()}
+        warm_up = {name: functools.partial(_run, each, inputs, size, min(steps, 5)) for name, each in twins.items()}
         key = {"size": size, "batch": batch}
         record.time(key, calls, repeats, warm_up=warm_up)
         for name in measured:
@@ -417,11 +401,6 @@ def twin(pipe: Any, variant: Variant) -> Any:
     for name, denoiser in step_denoisers(pipe).items():
         setattr(other, name, copy_structure(denoiser))
     return variant.install(other)
-
-
-def _look(name: str, pipe: Any, inputs: dict[str, Any], size: Size, steps: int) -> None:
-    if fault := look_at(pipe, _run(pipe, inputs, size, steps))[1]:
-        warnings.warn(f"elfatt-sd: {name}: the image {fault}", stacklevel=2)
 
 
 def _run(pipe: Any, inputs: dict[str, Any], size: Size, steps: int) -> Any:

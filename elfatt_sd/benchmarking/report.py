@@ -1,8 +1,9 @@
-"""What a benchmark gives: raw rounds and the rows from them; as Markdown, on a terminal with a conclusion, as plots."""
+"""What a benchmark gives: raw rounds and the rows from them; as Markdown, on a terminal, as plots."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 import statistics
@@ -70,11 +71,8 @@ class Session:
     out: Path | None = None  # folder of the files of results; None writes nothing
     name: str | None = None  # of these files, if not that of the benchmark
     command: str = ""  # the words that were typed, which the results have
-    markdown: bool = False  # whether the table is printed as Markdown
     # called with a group's name, and the numbers of its calls that are done and that it has
     progress: Progress = lambda name, done, total: None
-    # leave out a variant that fails, and keep the reason; otherwise only what does not fit into memory
-    keep_going: bool = False
     results: Results = field(default_factory=dict)  # empty until it begins
 
     def begin(self, kind: str, device: torch.device, settings: Mapping[str, Any], **details: Any) -> Self:
@@ -129,14 +127,10 @@ class Session:
             self.work_out()
 
     def lose(self, key: Mapping[str, Any], variant: str, error: Exception) -> None:
-        """Leave a variant out: it does not fit into memory or, where the session keeps going, failed otherwise."""
-        group = self.group(key)
-        if is_out_of_memory(error):
-            group["lost"].append(variant)
-        elif self.keep_going:
-            group.setdefault("failed", {})[variant] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        else:
+        """Leave a variant out that does not fit into memory."""
+        if not is_out_of_memory(error):
             raise error
+        self.group(key)["lost"].append(variant)
 
     def keep_peak(self, key: Mapping[str, Any], variant: str, batch: int, measure: Callable[[], int | None]) -> None:
         """Measure the peak memory of a variant, unless the variant did not fit into memory."""
@@ -226,12 +220,8 @@ def title(key: Mapping[str, Any]) -> str:
 
 def markdown(results: Results) -> str:
     """Return the rows as a Markdown table, with what all of them share above it and what their names mean below it."""
-    rows = results["rows"]
     if results["kind"] in OTHERS:
         return OTHERS[results["kind"]][0](results)
-    if rows and "speed" not in rows[0]:  # of a script that is not at hand
-        head = list(dict.fromkeys(name for row in rows for name in row))
-        return with_notes(table_lines([head, *([str(row.get(name, "")) for name in head] for row in rows)]), results)
     return speed_table(results)
 
 
@@ -242,12 +232,7 @@ def speed_table(results: Results) -> str:
         values = {key: {row.get(key) for row in rows} for key in KEYS}
         keys = [key for key in KEYS if len(values[key]) > 1]
         shared = title({key: rows[0][key] for key in KEYS if len(values[key]) == 1 and key in rows[0]})
-        columns = _columns(rows, results["bases"], lambda ratio: spread(ratio, 3))
-        cells = [[*keys, "method", *columns]]
-        for row in rows:
-            for each in (row, *parts(row, indent="&nbsp; ")):
-                figures = (cell(each) for cell in columns.values())
-                cells.append([*(str(row.get(key, "")) for key in keys), each["method"], *figures])
+        cells = _cells(rows, keys, results["bases"], "&nbsp; ")
         lines = [*[f"{shared[:1].upper()}{shared[1:]}:", ""] * bool(shared), *table_lines(cells)]
     return with_notes(lines, results)
 
@@ -280,21 +265,25 @@ def table_lines(cells: Sequence[Sequence[str]]) -> list[str]:
     return [head, "|" + "---|" * len(cells[0]), *others]
 
 
-def _columns(
-    rows: Sequence[Row], bases: Sequence[str], floor: Callable[[Row | None], str]
-) -> dict[str, Callable[[Row], str]]:
-    """Return, by the heads of those columns that have values, what stands in them."""
-    columns: dict[str, Callable[[Row], str]] = {"time": lambda row: clock(row["seconds"])}
-    for base in bases:
-        if any(base in row["speed"] for row in rows):
-            columns[f"times as fast as {base}"] = lambda row, base=base: spread(row["speed"].get(base))  # type: ignore[misc]
-    if any(row["floor"] for row in rows):
-        columns["of its floor's time"] = lambda row: floor(row["floor"])
-    if any(row["peak_bytes"] is not None for row in rows):
-        columns["peak MiB"] = lambda row: scaled(row.get("peak_bytes"), 2**20, 0)
-    if any(row["bytes_per_picture"] is not None for row in rows):
-        columns["GB for +1 image"] = lambda row: scaled(row.get("bytes_per_picture"), 1e9, 3)
-    return columns
+def _cells(
+    rows: Sequence[Row], keys: Sequence[str], bases: Sequence[str], indent: str, *, brief: bool = False
+) -> list[list[str]]:
+    """Return a head, and a line for each row and each part of its run, without the columns that have no value."""
+    head = [*keys, "method", "time", *(f"times as fast as {base}" for base in bases)]
+    head, lines = [*head, "of its floor's time", "peak MiB", "GB for +1 image"], list[list[str]]()
+    for row in rows:
+        parts = [] if brief and len(row.get("parts", ())) == 1 else row.get("parts", ())
+        for part in (row, *parts):
+            name = row["method"] if part is row else f"{indent}{part['steps']} steps: {part['what']}"
+            exact = part is not row and plain_name(part["variant"]) == UNPATCHED
+            floor = None if exact else part["floor"]
+            line = [*(str(row.get(key, "")) for key in keys), name, clock(part["seconds"])]
+            line += [spread(part["speed"].get(base)) for base in bases]
+            line += [scaled(floor["median"], 1, 2) if brief and floor else spread(floor, 3)]
+            line += [scaled(part.get("peak_bytes"), 2**20, 0)]
+            lines.append([*line, "" if brief else scaled(part.get("bytes_per_picture"), 1e9, 3)])
+    used = [any(column) for column in zip(*lines, strict=True)]
+    return [[*itertools.compress(line, used)] for line in (head, *lines)]
 
 
 def groups(results: Results) -> dict[str, list[Row]]:
@@ -302,14 +291,6 @@ def groups(results: Results) -> dict[str, list[Row]]:
     for row in results["rows"]:
         found.setdefault(title({key: row[key] for key in KEYS if key in row}), []).append(row)
     return found
-
-
-def parts(row: Row, indent: str) -> list[dict[str, Any]]:
-    return [
-        {**part, "method": f"{indent}{part['steps']} steps: {part['what']}"}
-        | ({"floor": None} if plain_name(part["variant"]) == UNPATCHED else {})
-        for part in row.get("parts", ())
-    ]
 
 
 def clock(seconds: float) -> str:
@@ -329,37 +310,22 @@ def show(results: Results, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    conclusions = []
     for name, rows in groups(results).items():
         bases = [base for base in results["bases"] if any(base in row["speed"] for row in rows)][:1]
-        ours = [row for row in rows if row["method"] not in results["bases"] and not is_reference(row["method"])]
-        for base in bases if ours else ():
-            best = max(ours, key=lambda row: row["speed"][base]["median"])
-            times = f"{spread(best['speed'][base])} times as fast as {base}"
-            conclusions.append(f"{name}: {best['method']} is fastest of the methods, {times}.")
-        columns = _columns(rows, bases, lambda ratio: f"{ratio['median']:.2f}" if ratio else "")
-        columns.pop("GB for +1 image", None)  # which stands in the files, as the other bases do
+        head, *lines = _cells(rows, (), bases, "  ", brief=True)
         table = Table(title=name, title_justify="left", box=SIMPLE)
-        table.add_column("method", overflow="fold")
-        for head in columns:
-            table.add_column(textwrap.fill(head, 14), justify="right", no_wrap=True)
-        for row in rows:
-            several = parts(row, indent="  ")
-            for each in (row, *several * (len(several) > 1)):
-                cells = [each["method"], *(cell(each) for cell in columns.values())]
-                table.add_row(*map(Text, cells), style="" if each is row else "dim")
+        table.add_column(head[0], overflow="fold")
+        for each in head[1:]:
+            table.add_column(textwrap.fill(each, 14), justify="right", no_wrap=True)
+        for line in lines:
+            table.add_row(*map(Text, line), style="dim" if line[0].startswith(" ") else "")
         console.print(table)
     for note in _notes(results):
         console.print(Text(note.replace("`", "")))
-    for line in conclusions:
-        console.print(Text(line, style="bold"))
 
 
 def save(results: Results, path: Path, name: str = "") -> list[Path]:
-    """Write a Markdown table and a plot next to the JSON file of results; return their paths.
-
-    What no plot is known for, as its script is not at hand, has none.
-    """
+    """Write a Markdown table and a plot next to the JSON file of results; return their paths."""
     table = path.with_suffix(".md")
     write_file(table, markdown(results).encode())
     return [table, *draw(results, path, name)]
@@ -368,9 +334,7 @@ def save(results: Results, path: Path, name: str = "") -> list[Path]:
 def draw(results: Results, path: Path, name: str = "") -> list[Path]:
     """Write the plot alone: what a script draws of its own kind, otherwise bars of the speed."""
     need("a plot", "matplotlib")
-    kind, rows, picture = results["kind"], results["rows"], path.with_suffix(".png")
-    if kind not in OTHERS and rows and "speed" not in rows[0]:
-        return []
+    kind, picture = results["kind"], path.with_suffix(".png")
     figure = OTHERS[kind][1](results) if kind in OTHERS else _speed_figure(results)
     if not figure.get_suptitle():
         what = name or results["settings"].get("model") or kind.replace("_", " ")

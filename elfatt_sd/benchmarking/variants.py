@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -181,8 +182,9 @@ class RunParts:
 class Lineup:
     """Variants by name, and for each row of a table its run."""
 
-    variants: dict[str, Variant]
-    runs: dict[str, RunParts]
+    variants: dict[str, Variant] = dataclasses.field(default_factory=dict)
+    runs: dict[str, RunParts] = dataclasses.field(default_factory=dict)
+    names: dict[Variant, str] = dataclasses.field(default_factory=dict)  # of kinds of work
 
     def add(self, row: str, variant: Variant, floor: str | None = None) -> None:
         """Add a row that is one variant; the same work is timed once."""
@@ -190,10 +192,8 @@ class Lineup:
 
     def place(self, name: str, variant: Variant) -> str:
         """Add a variant, and return the name under which it, or one of the same work, is timed."""
-        for known, other in self.variants.items():
-            if dataclasses.replace(variant, config=other.config) == other and same_work(variant.config, other.config):
-                return known
-        self.variants[name] = variant
+        name = self.names.setdefault(dataclasses.replace(variant, config=work_of(variant.config)), name)
+        self.variants.setdefault(name, variant)
         return name
 
     def add_twins(self, ending: str) -> None:
@@ -244,17 +244,16 @@ def _fitted(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool)
 
 
 def _once(configs: Iterable[PatchConfig]) -> list[PatchConfig]:
-    kept: list[PatchConfig] = []
+    kept = dict[PatchConfig, PatchConfig]()
     for config in configs:
-        if not any(same_work(config, other) for other in kept):
-            kept.append(config)
-    return kept
+        kept.setdefault(work_of(config), config)
+    return [*kept.values()]
 
 
-def same_work(one: PatchConfig, other: PatchConfig) -> bool:
-    """Tell whether two configurations do the same, whatever their names; peers are what their names say."""
-    peers = [name if differs_by_step(name) else is_peer(name) for name in (one.method, other.method)]
-    return peers[0] == peers[1] and dataclasses.replace(one, method=other.method) == other
+def work_of(config: PatchConfig) -> PatchConfig:
+    """Return what configurations that do the same have in common, whatever their names; peers are what these say."""
+    method = config.method if differs_by_step(config.method) else PEER * is_peer(config.method)
+    return dataclasses.replace(config, method=method or "any")
 
 
 def line_up(
@@ -273,7 +272,7 @@ def line_up(
     of patches, `COMPILED` of all that are not peers. Competitors are backends of exact attention in all layers.
     """
     tomesd = denoiser is None or isinstance(family_of(denoiser), UNet)  # which patches nothing else
-    lineup = Lineup({UNPATCHED: UNTOUCHED}, {})
+    lineup = Lineup()
     lineup.add(UNPATCHED, UNTOUCHED)
     floors: dict[str, Variant] = {}
     for config in configs if denoiser is None else _fitted(configs, denoiser, named=named):
@@ -317,21 +316,14 @@ def single_phases(config: PatchConfig) -> list[tuple[Variant, int]]:
     over the matching of the call before them, which all calls of one step do but the first. So is one whose steps share
     the difference to exact attention: calls that measure it, and calls that add it.
     """
-    counts: dict[Variant, int] = {}
-    matched: object = None  # the phases and the group of steps that the last matching is of
-    measured: object = None  # likewise, that the last differences to exact attention are of
-    for step in range(STEPS):
-        part = config.at(step, STEPS)
+    counts, parts = Counter[Variant](), [config.at(step, STEPS) for step in range(STEPS)]
+    for step, part in enumerate(parts):
         shared = max((phase.residual_steps for phase in part.all_phases), default=1)
-        group = (part, step // config.reuse_steps)
-        reuses = any(phase.matches for phase in part.all_phases) and group == matched
-        matched = group
-        group = (part, step // shared)
-        measures = shared > 1 and group != measured
-        measured = group
+        goes_on = step > 0 and part == parts[step - 1]
+        reuses = goes_on and step % config.reuse_steps > 0 and any(phase.matches for phase in part.all_phases)
+        measures = shared > 1 and not (goes_on and step % shared)
         part = dataclasses.replace(part, reuse_steps=config.reuse_steps if reuses else 1)
-        variant = Variant("patch", part, measures=measures) if part.active else UNTOUCHED
-        counts[variant] = counts.get(variant, 0) + 1
+        counts[Variant("patch", part, measures=measures) if part.active else UNTOUCHED] += 1
     return list(counts.items())
 
 

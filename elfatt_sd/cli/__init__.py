@@ -11,7 +11,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +21,6 @@ from elfatt_sd.cli.console import (
     OneLineErrors,
     adds_options,
     complain,
-    one_line,
     optional,
     output,
     process,
@@ -39,6 +37,7 @@ from elfatt_sd.cli.options import (
     PatchOptions,
     PipelineOptions,
     Width,
+    build_patch,
     takes_drawing,
     takes_patch,
     takes_source,
@@ -48,9 +47,7 @@ from elfatt_sd.files import check_writable, write_file
 from elfatt_sd.toy import EMBEDDED, PROMPT
 
 if TYPE_CHECKING:
-    from elfatt_sd.drawing.compare import Sheet
     from elfatt_sd.drawing.studio import OnImage, OnStep, Result, Studio
-    from elfatt_sd.plans import Plan
 
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(evaluation.app, name="eval", help="Measure quality, time and memory of methods.")
@@ -234,37 +231,21 @@ def try_methods(
     checks.whole("rounds", rounds, 1)
     chosen: list[str] = [known_method(method) for method in methods or METHODS]
     check_writable(out)
+    drawn: Trial | Sheet
     if len(sources) > 1 or len(all_prompts) > 1:
         for name, each in sources.items():
             check_model(name, allow_pickle=each.allow_pickle, variant=each.variant)
         load = lambda request: sources[request.model].load_for(request)  # noqa: E731
-        _draw_sheet(Sheet(load, list(sources), all_prompts, chosen, rounds, {"seed": seed, **drawing}), out)
-        return
-    studio = Studio(sources[request.model].load_for(request), request, out)
-    trial = Trial(studio, chosen, rounds)
+        drawn = Sheet(load, list(sources), all_prompts, chosen, rounds, {"seed": seed, **drawing})
+    else:
+        drawn = Trial(Studio(sources[request.model].load_for(request), request, out), chosen, rounds)
     try:
-        with progress(trial.images) as (studio.on_step, on_image):
-            trial.run(on_image)
+        with progress(drawn.images) as (on_step, on_image):
+            drawn.run(on_image, on_step)
     finally:  # what is finished is shown and kept when it is stopped
-        if rows := trial.rows:
-            table = Table(title=one_line(f"{trial.prompt}, seed {seed}"), title_justify="left")
-            for name in ("method", "seconds", "times as fast", "PSNR to untouched, dB"):
-                table.add_column(name, justify="left" if name == "method" else "right")
-            for row in rows:
-                table.add_row(*row.cells())
-            path = trial.write(out)
-            output().print(table)
-            print(f"{trial.recommendation()}\n{path}")
-
-
-def _draw_sheet(sheet: Sheet, out: Path) -> None:
-    try:
-        with progress(sheet.images) as (on_step, on_image):
-            sheet.run(on_step, on_image)
-    finally:  # what is finished is shown and kept when it is stopped
-        if sheet.lines:
-            path, figures = sheet.write(out)
-            print(*figures, path, sep="\n")
+        if drawn.rows:
+            path = drawn.write(out)
+            print(*drawn.figures(), path, sep="\n")
 
 
 @app.command()
@@ -307,36 +288,13 @@ def patch(
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
     if save is not None:
         chosen.config.save(save)
-        chosen = PatchOptions(config_file=save, autotune=chosen.autotune)
+        chosen = build_patch(config_file=save, autotune=chosen.autotune)
     lines = ["import elfatt_sd", "", from_where.python(), f"elfatt_sd.apply_patch(pipe, {chosen.arguments})"]
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
         return
-    print_plan(planned)
+    output().print(str(planned))
     print("\nIn Python:\n\n" + "\n".join(f"    {line}" for line in lines))
-
-
-def print_plan(planned: Plan) -> None:
-    from elfatt_sd.plans import giga, places
-
-    console = output()
-    table = Table(title=planned.heading, title_justify="left", box=SIMPLE)
-    table.add_column("layers", overflow="fold")
-    table.add_column("what happens", overflow="fold", min_width=30)
-    for name in ("before", "after"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for group in planned.groups():
-        layer, number = group[0], len(group)
-        which = [f"{number} layer{'s' * (number > 1)}, {layer.heads} heads"]
-        which += [f"{layer.tokens} tokens ({layer.grid})", *places(group)]
-        work = (sum(each.multiply_adds for each in group), sum(map(planned.average, group)))
-        style = "" if layer.patched else "dim"
-        table.add_row("\n".join(which), layer.reason, *map(giga, work), style=style, end_section=True)
-    console.print(table)
-    console.print("before, after: G (10^9) multiply-adds of these layers in one call for one image.")
-    console.print("after is the mean over the run. --json lists every layer.\n")
-    for line in planned.summary():
-        console.print(f"{line[:1].upper()}{line[1:]}.")
 
 
 TUNE_OPTIONS: dict[str, tuple[Any, Any]] = {  # of `tune`, that go on as they are
@@ -399,12 +357,7 @@ def tune(
         found = tune_pipeline(pipe, **vars(budget), prompts=lines, progress=tell, **asked)
     print(json.dumps(found.to_dict(), indent=2) if as_json else found)  # first: a disk may be full
     if save is not None:
-        try:
-            found.save(save)
-        except (OSError, ElfattError):
-            if not as_json:  # which has them
-                print(f"\n{json.dumps(found.config.to_dict())}")
-            raise
+        found.save(save)
         if not as_json:
             print(f"\nsettings: {save}; use them with elfatt-sd generate ... --config {save}")
         if found.proof is None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,43 +19,45 @@ from elfatt_sd.files import check_writable
 
 app = typer.Typer(no_args_is_help=True)
 
-Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
-Sizes = Annotated[
-    list[str],
-    typer.Option("--size", help="Side of the images in pixels, or 832x480, width first; may be given several times."),
-]
+Options = dict[str, tuple[Any, Any]]
 ONE_OF = (
     "One of {}, a saved FILE.json, or package.module:Class; with settings as in elfatt-fast:block_size=512,levels=2; "
     "several times, or the benchmark's own set."
 )
-CallMethods = Annotated[
-    list[str] | None, typer.Option("--method", help=ONE_OF.format(", ".join((*METHODS, PEER, *ALONE))))
-]
-RunMethods = Annotated[
-    list[str] | None, typer.Option("--method", help=ONE_OF.format(", ".join((*METHODS, *PEERS, *ALONE))))
-]
-Model = Annotated[str, typer.Option(help=f"{', '.join(SHAPE_NAMES)} (random weights), {MODELS}.")]
-PipelineModel = Annotated[str, typer.Option(help=f"{', '.join(UNET_NAMES)} (random weights), {MODELS}.")]
-Ratio = Annotated[float | None, typer.Option(help="Fraction of the tokens that are merged, for all that merge.")]
-BlockSize = Annotated[int, typer.Option(help="Tokens in a block.")]
-Batch = Annotated[int, typer.Option(help="Images at a time.")]
-Rows = Annotated[int, typer.Option("--batch", help="Rows of a UNet's batch: two for each image with guidance.")]
-Repeats = Annotated[int, typer.Option(help="Rounds that count.")]
-MaxSeconds = Annotated[float, typer.Option(help="Leave out what is expected to take longer for one call.")]
-Compile = Annotated[bool, typer.Option("--compile", help="Time all but other packages through torch.compile too.")]
-Autotune = Annotated[
-    bool, typer.Option("--autotune", help="Time every method also with only those layers patched that it makes faster.")
-]
-Memory = Annotated[bool, typer.Option("--memory/--no-memory", help="Also measure the peak memory.")]
-MemoryBatch = Annotated[
-    list[int] | None,
-    typer.Option(
-        help="Rows at which the peak is measured, two such batches for the growth; if not given --batch and twice that."
+SIZE = "Side of the images in pixels, or 832x480, width first; may be given several times."
+OPTIONS: Options = {  # of all benchmarks
+    "tokens": optional(list[int], default=[4096, 16384], help="Tokens of a square grid; may be given several times."),
+    "model": optional(str, default="sd15", help=f"{', '.join(SHAPE_NAMES)} (random weights), {MODELS}."),
+    "sizes": optional(list[str], "--size", default=["512", "1024"], help=SIZE),
+    "methods": optional(list[str], "--method", help=ONE_OF.format(", ".join((*METHODS, PEER, *ALONE)))),
+    "ratio": optional(float, help="Fraction of the tokens that are merged, for all that merge."),
+    "batch": optional(int, default=2, help="Rows of a UNet's batch: two for each image with guidance."),
+    "repeats": optional(int, default=5, help="Rounds that count."),
+    "block_size": optional(int, default=128, help="Tokens in a block."),
+    "max_seconds": optional(float, default=math.inf, help="Leave out what is expected to take longer for one call."),
+    "seconds": optional(float, default=math.inf, help="Start no further round past this time, for each size."),
+    "steps": optional(int, default=25, help="Denoising steps."),
+    "device": (Device, "auto"),
+    "dtype": (Dtype, "auto"),
+    "compile": optional(bool, "--compile", help="Time all but other packages through torch.compile too."),
+    "autotune": optional(
+        bool, "--autotune", help="Time every method also with only those layers patched that it makes faster."
     ),
-]
-Seconds = Annotated[float, typer.Option(help="Start no further round past this time, for each size.")]
-Steps = Annotated[int, typer.Option(help="Denoising steps.")]
-SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "memory": optional(bool, "--memory/--no-memory", default=True, help="Also measure the peak memory."),
+    "memory_batch": optional(
+        list[int],
+        help="Rows at which the peak is measured, two such batches for the growth; "
+        "if not given --batch and twice that.",
+    ),
+    "variant": (Variant, None),
+}
+PIPELINE: Options = {
+    "model": optional(str, default="toy", help=f"{', '.join(UNET_NAMES)} (random weights), {MODELS}."),
+    "sizes": optional(list[str], "--size", default=[], help=SIZE),
+    "methods": optional(list[str], "--method", help=ONE_OF.format(", ".join((*METHODS, *PEERS, *ALONE)))),
+    "batch": optional(int, default=1, help="Images at a time."),
+}
+SESSION: Options = {
     "out": optional(
         Path, metavar="DIR", help="Folder for JSON, a Markdown table and a plot; earlier ones are replaced."
     ),
@@ -62,86 +66,46 @@ SESSION_OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def build_session(out: Path | None, name: str | None, as_markdown: bool | None) -> dict[str, Any]:
-    """Check the folder, and return what a `Session` is made of, which needs PyTorch."""
-    if name is not None and (out is None or Path(name).name != name):
-        raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
-    if out is not None:
-        check_writable(out)
-    return {"out": out, "name": name, "markdown": bool(as_markdown)}
+def takes(*names: str, **own: tuple[Any, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that gives a command options, which have the names of the benchmark's own."""
+    known = OPTIONS | own
+    return adds_options("options", {name: known[name] for name in names} | SESSION, dict)
 
 
-takes_session = adds_options("session", SESSION_OPTIONS, build_session)
-
-
-# Commands hand their options on as they are, by `locals()`: they have the names of the benchmarks' own.
 @app.command()
-@takes_session
-def layer(
-    session: Any,
-    tokens: Tokens = [4096, 16384],  # noqa: B006
-    batch: Rows = 2,
-    repeats: Repeats = 5,
-    block_size: BlockSize = 128,
-    max_seconds: MaxSeconds = float("inf"),
-    memory: Memory = True,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-) -> None:
+@takes("tokens", "batch", "repeats", "block_size", "max_seconds", "memory", "device", "dtype")
+def layer(options: Any) -> None:
     """One self-attention layer of SD 1.5's finest level, attention alone and with its projections."""
-    _run("layer", **locals())
+    _run("layer", **options)
 
 
 @app.command()
-@takes_session
-def denoiser(
-    session: Any,
-    model: Model = "sd15",
-    sizes: Sizes = ["512", "1024"],  # noqa: B006
-    methods: CallMethods = None,
-    ratio: Ratio = None,
-    batch: Rows = 2,
-    repeats: Repeats = 5,
-    seconds: Seconds = float("inf"),
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    compile: Compile = False,
-    autotune: Autotune = False,
-    memory: Memory = True,
-    memory_batch: MemoryBatch = None,
-    variant: Variant = None,
-) -> None:
+@takes(
+    *("model", "sizes", "methods", "ratio", "batch", "repeats", "seconds", "device", "dtype", "compile"),
+    *("autotune", "memory", "memory_batch", "variant"),
+)
+def denoiser(options: Any) -> None:
     """One call of a UNet or transformer in every phase of every method, added up over a run."""
-    options = locals()
-    if memory_batch and not memory:
+    memory, batches = options["memory"], options.pop("memory_batch")
+    if batches and not memory:
         raise ElfattError("--memory-batch is not accepted with --no-memory; leave one of them out.")
-    if compile and autotune:
+    if options["compile"] and options["autotune"]:
         raise ElfattError("--autotune is not accepted with --compile; compiled layers cannot be measured.")
-    checks.whole("memory_batch", min(memory_batch or [1]), 1)
-    _run("unet", **options | {"memory": options.pop("memory_batch") if memory else []})
+    checks.whole("memory_batch", min(batches or [1]), 1)
+    _run("unet", **options | {"memory": batches if memory else []})
 
 
 app.command("unet", hidden=True)(denoiser)  # its name before transformers had a place
 
 
 @app.command()
-@takes_session
-def pipeline(
-    session: Any,
-    model: PipelineModel = "toy",
-    sizes: Sizes = [],  # noqa: B006
-    methods: RunMethods = None,
-    ratio: Ratio = None,
-    batch: Batch = 1,
-    repeats: Repeats = 5,
-    steps: Steps = 25,
-    memory: Memory = True,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    variant: Variant = None,
-) -> None:
+@takes(
+    *("model", "sizes", "methods", "ratio", "batch", "repeats", "steps", "memory", "device", "dtype", "variant"),
+    **PIPELINE,
+)
+def pipeline(options: Any) -> None:
     """A whole pipeline with guidance, from prompt to image."""
-    _run("pipeline", **locals())
+    _run("pipeline", **options)
 
 
 @app.command()
@@ -157,15 +121,19 @@ def report(
             print(made)
 
 
-def _run(name: str, session: dict[str, Any], **options: Any) -> None:
+def _run(benchmark: str, out: Path | None, name: str | None, as_markdown: bool | None, **options: Any) -> None:
     """Check the options of a benchmark, run it, and show what it has, also when it is stopped."""
-    options = {option: value for option, value in options.items() if value is not None}
+    if name is not None and (out is None or Path(name).name != name):
+        raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
+    if out is not None:
+        check_writable(out)
+    options = {each: value for each, value in options.items() if value is not None}
     need("elfatt-sd bench", "matplotlib", "tomesd")
-    for option in ("batch", "repeats", "steps"):
-        checks.whole(option, options.get(option, 1), 1)
-    for option in ("seconds", "max_seconds"):
-        if not options.get(option, 1.0) > 0:
-            raise ElfattError(f"{option}={options[option]:g} is not accepted; give a number above 0.")
+    for each in ("batch", "repeats", "steps"):
+        checks.whole(each, options.get(each, 1), 1)
+    for each in ("seconds", "max_seconds"):
+        if not options.get(each, 1.0) > 0:
+            raise ElfattError(f"{each}={options[each]:g} is not accepted; give a number above 0.")
     from elfatt_sd import benchmarking
     from elfatt_sd.benchmarking.report import Session, markdown, show
     from elfatt_sd.benchmarking.variants import read_size
@@ -182,14 +150,14 @@ def _run(name: str, session: dict[str, Any], **options: Any) -> None:
             raise ElfattError(f"variant={variant!r} is for weights, and model={model!r} has random ones.")
     if "methods" in options:
         options["methods"] = [read_method(text) for text in options["methods"]]
-    made = Session(**session, command=shlex.join(["elfatt-sd", *sys.argv[1:]]))
+    made = Session(out, name, command=shlex.join(["elfatt-sd", *sys.argv[1:]]))
     quiet_libraries()
     try:
         with progress_of("calls") as made.progress:
-            getattr(benchmarking, name)(session=made, **options)
+            getattr(benchmarking, benchmark)(session=made, **options)
     finally:
         if results := made.results:
-            if made.markdown:
+            if as_markdown:
                 print(markdown(results), end="")
             else:
                 show(results, output())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import json
 import sys
 import traceback
-import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
@@ -66,15 +64,8 @@ def _report(error: Exception, debug: bool) -> int:
     return FAILURE
 
 
-def optional(kind: Any, *names: str, **details: Any) -> tuple[Any, None]:
-    return Annotated[kind | None, typer.Option(*names, **details)], None
-
-
-def options_of(group: Any) -> dict[str, tuple[Any, Any]]:
-    """Read options off the fields of a dataclass that have a default."""
-    kinds = typing.get_type_hints(group, include_extras=True)
-    fields = [each for each in dataclasses.fields(group) if each.default is not dataclasses.MISSING]
-    return {each.name: (kinds[each.name], each.default) for each in fields}
+def optional(kind: Any, *names: str, default: Any = None, **details: Any) -> tuple[Any, Any]:
+    return Annotated[kind | None if default is None else kind, typer.Option(*names, **details)], default
 
 
 def adds_options(

@@ -7,15 +7,16 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from elfatt_sd.cli.console import adds_options, complain, name_and_value, optional, options_of, quiet_libraries
+from elfatt_sd.cli.console import adds_options, complain, name_and_value, optional, quiet_libraries
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.toy import EMBEDDED
 
 if TYPE_CHECKING:
+    from elfatt_sd.config import PatchConfig
     from elfatt_sd.drawing.studio import Request
 
 # Names that the helps list, without PyTorch, which takes seconds; tests/cli/test_errors.py compares them.
@@ -39,65 +40,60 @@ PEERS = ("tomesd", "deepcache", "tgate", "first_block_cache", "pyramid_attention
 PEER = "tomesd"
 ALONE = ("spread", "cell_spread", "sampled")
 
-_patch = functools.partial(typer.Option, rich_help_panel="The patch")
+_patch = functools.partial(optional, rich_help_panel="The patch")
+PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "method": _patch(
+        str,
+        autocompletion=lambda: list(METHODS),
+        help=f"One of {', '.join(METHODS)}, or package.module:Class; {DEFAULT} if nothing is given.",
+    ),
+    "config_file": _patch(
+        Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` or `tune --save` wrote."
+    ),
+    "ratio": _patch(float, help="Fraction of the tokens that are merged, 0 to less than 1."),
+    "stride": _patch(int, help="One merge destination for each cell of this many tokens a side."),
+    "block_size": _patch(int, help="Tokens in a block; for sampled keys, how many every query sees."),
+    "block_order": _patch(str, help=f"Which tokens share a block: {', '.join(BLOCK_ORDERS)}."),
+    "agents": _patch(int, help="Number of agent tokens, where they are pooled."),
+    "active_fraction": _patch(float, help="Fraction of the run in which the method's own attention is active, 0 to 1."),
+    "max_downsample": _patch(int, help="Deepest level to patch: 1, 2, 4 or 8."),
+    "patch_seed": _patch(int, help="Seed of random merge destinations, blocks and sampled keys."),
+    "rand": _patch(bool, "--rand/--no-rand", help="Random or fixed merge destinations."),
+    "attention_backend": _patch(str, help=f"One of {', '.join(BACKENDS)}."),
+    "autotune": _patch(bool, "--autotune", help="Leave alone the layers that measure slower on this device."),
+    "set": _patch(list[str], metavar="NAME=VALUE", help="Any other setting, such as fp32_logits=true."),
+}
+NAMES = {"patch_seed": "seed", "rand": "use_rand"}  # of options that are not those of their settings
 
 
-@dataclass
-class PatchOptions:
-    method: Annotated[
-        str | None,
-        _patch(
-            autocompletion=lambda: list(METHODS),
-            help=f"One of {', '.join(METHODS)}, or package.module:Class; {DEFAULT} if nothing is given.",
-        ),
-    ] = None
-    config_file: Annotated[
-        Path | None,
-        _patch("--config", metavar="FILE", help="Instead of a method, what `patch --save` or `tune --save` wrote."),
-    ] = None
-    ratio: Annotated[float | None, _patch(help="Fraction of the tokens that are merged, 0 to less than 1.")] = None
-    stride: Annotated[int | None, _patch(help="One merge destination for each cell of this many tokens a side.")] = None
-    block_size: Annotated[
-        int | None, _patch(help="Tokens in a block; for sampled keys, how many every query sees.")
-    ] = None
-    block_order: Annotated[str | None, _patch(help=f"Which tokens share a block: {', '.join(BLOCK_ORDERS)}.")] = None
-    agents: Annotated[int | None, _patch(help="Number of agent tokens, where they are pooled.")] = None
-    active_fraction: Annotated[
-        float | None, _patch(help="Fraction of the run in which the method's own attention is active, 0 to 1.")
-    ] = None
-    max_downsample: Annotated[int | None, _patch(help="Deepest level to patch: 1, 2, 4 or 8.")] = None
-    patch_seed: Annotated[int | None, _patch(help="Seed of random merge destinations, blocks and sampled keys.")] = None
-    rand: Annotated[bool | None, _patch("--rand/--no-rand", help="Random or fixed merge destinations.")] = None
-    attention_backend: Annotated[str | None, _patch(help=f"One of {', '.join(BACKENDS)}.")] = None
-    autotune: Annotated[
-        bool, _patch("--autotune", help="Leave alone the layers that measure slower on this device.")
-    ] = False
-    set: Annotated[
-        list[str] | None, _patch(metavar="NAME=VALUE", help="Any other setting, such as fp32_logits=true.")
-    ] = None
+class PatchOptions(NamedTuple):
+    config: PatchConfig
+    autotune: bool
+    arguments: str  # those of `apply_patch` that say the same in Python
 
-    def __post_init__(self) -> None:
-        from elfatt_sd.config import PatchConfig, known_method
 
-        names = {"patch_seed": "seed", "rand": "use_rand"}
-        settings = {names.get(name, name): value for name, value in vars(self).items() if value is not None}
-        for name in ("method", "config_file", "autotune", "set"):
-            settings.pop(name, None)
-        settings |= dict(map(name_and_value, self.set or ()))
-        if self.config_file is None:
-            known = known_method(DEFAULT if self.method is None else self.method)
-            config = PatchConfig.preset(known)
-            source = json.dumps(self.method if ":" in (self.method or "") else known)  # its import registers a class
-        elif self.method is None:
-            config = PatchConfig.load(self.config_file)
-            source = f"elfatt_sd.PatchConfig.load({str(self.config_file)!r})"
-        else:
-            raise ElfattError(
-                f"method={self.method!r} and config={str(self.config_file)!r} exclude each other; give one of them."
-            )
-        written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * self.autotune
-        self.config = config.with_settings(**settings)
-        self.arguments = source + written  # those of `apply_patch` that say the same in Python
+def build_patch(
+    method: str | None = None,
+    config_file: Path | None = None,
+    autotune: bool | None = None,
+    set: list[str] | None = None,
+    **options: Any,
+) -> PatchOptions:
+    from elfatt_sd.config import PatchConfig, known_method
+
+    settings = {NAMES.get(name, name): value for name, value in options.items() if value is not None}
+    settings |= dict(map(name_and_value, set or ()))
+    if config_file is None:
+        known = known_method(DEFAULT if method is None else method)
+        config = PatchConfig.preset(known)
+        source = json.dumps(method if ":" in (method or "") else known)  # its import registers a class
+    elif method is None:
+        config = PatchConfig.load(config_file)
+        source = f"elfatt_sd.PatchConfig.load({str(config_file)!r})"
+    else:
+        raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
+    written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
+    return PatchOptions(config.with_settings(**settings), bool(autotune), source + written)
 
 
 MODELS = f"{', '.join(EMBEDDED)}, a diffusers directory, a hub id, or a .safetensors file"
@@ -131,12 +127,10 @@ class PipelineOptions:
     """A model and how it is loaded; see `load_pipeline`."""
 
     model: str
-    device: Device = "auto"
-    dtype: Dtype = "auto"
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")
-    ] = False
-    variant: Variant = None
+    device: str
+    dtype: str
+    allow_pickle: bool
+    variant: str | None
 
     def load_for(self, request: Request) -> Any:
         """Load the pipeline, and say which words of the prompts it does not know."""
@@ -168,10 +162,12 @@ class PipelineOptions:
         return f"pipe = elfatt_sd.load_pipeline({given})"
 
 
-takes_patch = adds_options("chosen", options_of(PatchOptions), PatchOptions)
+takes_patch = adds_options("chosen", PATCH_OPTIONS, build_patch)
 takes_drawing = adds_options("drawing", DRAWING_OPTIONS, dict)
 
 
 def takes_source(device: str = "auto") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    options = {**options_of(PipelineOptions), "device": (Device, device)}
+    pickles = typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")
+    options = {"device": (Device, device), "dtype": (Dtype, "auto"), "allow_pickle": (Annotated[bool, pickles], False)}
+    options["variant"] = (Variant, None)
     return adds_options("source", options, lambda **given: functools.partial(PipelineOptions, **given))

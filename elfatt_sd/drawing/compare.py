@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
 
 from elfatt_sd.config import METHODS, UNTOUCHED, PatchConfig, known_method
-from elfatt_sd.drawing.pictures import psnr, side_by_side
 from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Shot, Studio, free_name, write_image
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers
@@ -27,6 +28,42 @@ COLUMNS = 3  # images in a row of the strip
 WORTH = 1.05  # times as fast, in the slowest round, from which on a method is worth using
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
 BUSY_TITLE = "the machine was busy: do not trust the speeds"
+INK, FAINT, PAPER = (24, 24, 27), (96, 96, 104), (255, 255, 255)
+MARGIN = 16  # pixels around everything
+TITLE_LINES = 2  # of a long prompt; its whole text is in the file's settings
+
+
+def side_by_side(
+    pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str]], title: str = "", columns: int | None = None
+) -> Image.Image:
+    """Put images in rows, each above its caption, pixel for pixel; what is too long for its place ends there."""
+    size = max(13, min(picture.width for picture in pictures) // 19)
+    font, small = ImageFont.load_default(size * 1.1), ImageFont.load_default(size * 0.95)
+    columns = min(columns or len(pictures), len(pictures))
+    width, height = (max(side) for side in zip(*(picture.size for picture in pictures), strict=True))
+    sheet_width, cell = columns * (width + MARGIN) + MARGIN, (width, height + round(size * 3.0))
+    letters = round((sheet_width - 2 * MARGIN) / font.getlength("n"))
+    lines = textwrap.wrap(title, letters, max_lines=TITLE_LINES, placeholder=" …")
+    top = MARGIN + (len(lines) * round(size * 1.5) + MARGIN // 2 if lines else 0)
+    sheet = Image.new("RGB", (sheet_width, top + -(-len(pictures) // columns) * (cell[1] + MARGIN)), PAPER)
+    for number, line in enumerate(lines):
+        ImageDraw.Draw(sheet).text((MARGIN, MARGIN + number * round(size * 1.5)), line, INK, font)
+    sheet.paste(PAPER, (sheet_width - MARGIN, 0, sheet_width, top))
+    for number, (picture, (name, details)) in enumerate(zip(pictures, captions, strict=True)):
+        own, below = Image.new("RGB", cell, PAPER), picture.height + MARGIN // 2
+        own.paste(picture.convert("RGB"))
+        ImageDraw.Draw(own).text((0, below), name, INK, font)
+        ImageDraw.Draw(own).text((0, below + round(size * 1.55)), details, FAINT, small)
+        row, column = divmod(number, columns)
+        sheet.paste(own, (MARGIN + column * (width + MARGIN), top + row * (cell[1] + MARGIN)))
+    return sheet
+
+
+def psnr(first: Image.Image, second: Image.Image) -> float:
+    """Return the peak signal-to-noise ratio of two images of one size in dB, `10 log10(255^2 / mean squared error)`."""
+    one, two = (np.asarray(picture.convert("RGB"), dtype=np.float64) for picture in (first, second))
+    error = float(np.mean((one - two) ** 2))
+    return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
 
 
 @dataclass(frozen=True)
@@ -38,7 +75,7 @@ class MethodResult:
     ratios: tuple[float, ...]
     psnr_db: float  # of its image compared with the untouched one; infinity where they are identical
     unchanged: str = ""  # what to say where they are identical; empty otherwise
-    fault: str = ""  # what is wrong with its image; see `pictures.fault_of`
+    fault: str = ""  # what is wrong with its image; see `studio.fault_of`
 
     @property
     def speed(self) -> float:
@@ -48,21 +85,17 @@ class MethodResult:
     def usable(self) -> bool:
         return self.method != UNTOUCHED and not (self.unchanged or self.fault)
 
-    def cells(self) -> tuple[str, str, str, str]:
-        """Return its name, seconds, how many times as fast (also at least and at most), and PSNR, in words."""
-        name, fast, close = self.method, Spread.over(self.ratios).words(), f"{self.psnr_db:.1f}"
-        if self.method == UNTOUCHED:
-            name, fast, close = "untouched", "", ""
-        elif not math.isfinite(self.psnr_db):
-            close = "identical"
-        return name, f"{median(self.times):.2f}", fast, "no image" if self.fault else close
+    @property
+    def closeness(self) -> str:
+        return "no image" if self.fault else "identical" if self.unchanged else f"PSNR {self.psnr_db:.1f} dB"
 
     def caption(self, busy: bool = False) -> tuple[str, str]:
         """Return its two lines below its image; a speed only where the machine was idle."""
-        name, seconds, fast, close = self.cells()
-        speed = "machine busy, speed unknown" if busy else f"{fast} times as fast"
-        details = f"{speed}, {f'PSNR {close} dB' if self.usable else close}"
-        return f"{name}, {seconds} s", "" if self.method == UNTOUCHED else details
+        seconds = f"{median(self.times):.2f} s"
+        if self.method == UNTOUCHED:
+            return f"untouched, {seconds}", ""
+        speed = "machine busy, speed unknown" if busy else f"{Spread.over(self.ratios).words()} times as fast"
+        return f"{self.method}, {seconds}", f"{speed}, {self.closeness}"
 
 
 class Trial:
@@ -104,9 +137,9 @@ class Trial:
 
         self.comparison.warm_up(take)
 
-    def run(self, on_image: OnImage = lambda said, fault: None, warm_up: bool = True) -> None:
+    def run(self, on_image: OnImage = lambda *_: None, on_step: OnStep | None = None, *, warm_up: bool = True) -> None:
         """Draw everything in interleaved rounds; what is drawn is kept if it is stopped."""
-        self._on_image = on_image
+        self._on_image, self.studio.on_step = on_image, on_step or self.studio.on_step
         remove_patch(self.studio.pipe)
         if warm_up:
             self.warm_up()
@@ -173,6 +206,11 @@ class Trial:
         rows, busy = self.rows, bool(self.comparison.busy())
         strip = side_by_side([row.picture for row in rows], [row.caption(busy) for row in rows], self.prompt, COLUMNS)
         return write_image(free_name(folder, self.prompt), strip, self.to_dict())
+
+    def figures(self) -> list[str]:
+        """Return a line for each method, and the recommendation."""
+        busy = bool(self.comparison.busy())
+        return [", ".join(filter(None, row.caption(busy))) for row in self.rows] + [self.recommendation()]
 
     def to_dict(self) -> dict[str, Any]:
         record = self.studio.record(self.prompt, self.seed, self.shots[UNTOUCHED])
@@ -244,14 +282,14 @@ def compared(studio: Studio) -> Iterator[Result]:
 def pair(trial: Trial) -> tuple[MethodResult, MethodResult, str, str]:
     """Return untouched and the one method of a trial, how fast and how close it is, and what is wrong with an image."""
     untouched, own = trial.rows
-    _, seconds, fast, close = own.cells()
-    figures = f"untouched {mean(untouched.times):.2f} s, patched {seconds} s"
+    figures = f"untouched {mean(untouched.times):.2f} s, patched {median(own.times):.2f} s"
     if found := untouched.fault or own.fault:
         fault = f"the {'untouched' if untouched.fault else 'patched'} image {found}"
         return untouched, replace(own, fault=found), f"not compared ({figures})", fault
     if own.unchanged:
         return untouched, own, f"{own.unchanged} ({figures})", ""
-    figures += f": {fast} times as fast (between two untouched runs, after a warm-up); PSNR {close} dB"
+    fast = Spread.over(own.ratios).words()
+    figures += f": {fast} times as fast (between two untouched runs, after a warm-up); {own.closeness}"
     said = trial.comparison.busy()
     return untouched, own, f"{figures}\n  {said}" if said else figures, ""
 
@@ -287,14 +325,14 @@ class Sheet:
     methods: Sequence[str] = METHODS
     rounds: int = 1
     settings: dict[str, Any] = field(default_factory=dict)  # further fields of `Request`
-    lines: list[SheetRow] = field(default_factory=list)  # that are finished
+    rows: list[SheetRow] = field(default_factory=list)  # that are finished
 
     def __post_init__(self) -> None:
         self.again, first = self.rounds == 1, len({UNTOUCHED, *self.methods})
         tried = [first, *[min(3, first)] * (len(self.prompts) - 1)]
         self.images = len(self.models) * sum(self.rounds * each + self.again for each in tried)  # at most
 
-    def run(self, on_step: OnStep, on_image: OnImage) -> None:
+    def run(self, on_image: OnImage, on_step: OnStep) -> None:
         untouched = PatchConfig.preset(UNTOUCHED)
         for model in self.models:
             pipe = self.load(Request(tuple(self.prompts), untouched, model=model, **self.settings))
@@ -310,40 +348,50 @@ class Sheet:
                 trial.run(tell, warm_up=number == 0)
                 rows = trial.rows if number else chosen(trial.rows)
                 methods = [row.method for row in rows]
-                self.lines.append(SheetRow(model, prompt, rows, trial.to_dict()))
+                self.rows.append(SheetRow(model, prompt, rows, trial.to_dict()))
 
-    def write(self, folder: Path) -> tuple[Path, list[str]]:
-        """Write the sheet as PNG, and a JSON file next to it; return its path, and the figures of each pipeline."""
-        columns, busy, said = max(len(line.rows) for line in self.lines), dict[str, str](), list[str]()
-        for model in dict.fromkeys(line.model for line in self.lines):
-            by_method: dict[str, list[MethodResult]] = {}
-            for row in (row for line in self.lines if line.model == model for row in line.rows):
-                by_method.setdefault(row.method, []).append(row)
-            busy[model] = busy_of([second for row in rows for second in row.times] for rows in by_method.values())
-            by_method.pop(UNTOUCHED)
-            if not by_method:
-                said.append(f"{model}: no method changed the image and kept {LEAST:g} dB PSNR to the untouched one")
-            for method, rows in by_method.items():
-                speed = Spread.over([ratio for row in rows for ratio in row.ratios]).words()
-                close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
+    def by_method(self) -> dict[tuple[str, str], list[MethodResult]]:
+        """Return what each method did with all prompts, by pipeline and method."""
+        found: dict[tuple[str, str], list[MethodResult]] = {}
+        for model, row in ((line.model, row) for line in self.rows for row in line.rows):
+            found.setdefault((model, row.method), []).append(row)
+        return found
+
+    @property
+    def busy(self) -> str:
+        """What to say of the speeds where the machine was busy; empty otherwise."""
+        return busy_of([seconds for row in rows for seconds in row.times] for rows in self.by_method().values())
+
+    def figures(self) -> list[str]:
+        """Return lines with the figures of each pipeline and method."""
+        said, found = list[str](), self.by_method()
+        for (model, method), rows in found.items():
+            speed = Spread.over([ratio for row in rows for ratio in row.ratios]).words()
+            close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
+            if method != UNTOUCHED:
                 said.append(f"{model}, {method}: {speed} times as fast, {closeness(close)}")
-            if busy[model]:
-                said.append(f"{model}: {busy[model]}")
-        size = max(line.rows[0].picture.size for line in self.lines)
+            elif [each for each, _ in found].count(model) == 1:
+                said.append(f"{model}: no method changed the image and kept {LEAST:g} dB PSNR to the untouched one")
+        return [*said, *filter(None, [self.busy])]
+
+    def write(self, folder: Path) -> Path:
+        """Write the sheet as PNG, and a JSON file next to it, and return the path of the sheet."""
+        columns, busy = max(len(line.rows) for line in self.rows), bool(self.busy)
+        size = max(line.rows[0].picture.size for line in self.rows)
         blank = Image.new("RGB", size, "white")  # where no method made another image of its own
         images, captions = list[Image.Image](), list[tuple[str, str]]()
-        for line in self.lines:
-            missing, was_busy = columns - len(line.rows), bool(busy[line.model])
+        for line in self.rows:
+            missing = columns - len(line.rows)
             images += [row.picture.resize(size) for row in line.rows] + [blank] * missing
             captions.append((f"{line.model}, {line.rows[0].caption()[0]}", line.prompt))
             for row in line.rows[1:]:  # whose place promises a method that is faster
-                name, details = row.caption(was_busy)
-                captions.append((name, details if was_busy or row.speed > 1 else f"not faster: {details}"))
+                name, details = row.caption(busy)
+                captions.append((name, details if busy or row.speed > 1 else f"not faster: {details}"))
             captions += [("", "")] * missing
-        sheet = side_by_side(images, captions, f"{TITLE}; {BUSY_TITLE}" if any(busy.values()) else TITLE, columns)
+        sheet = side_by_side(images, captions, f"{TITLE}; {BUSY_TITLE}" if busy else TITLE, columns)
         drawn = "one image each between two untouched ones" if self.again else f"{self.rounds} interleaved rounds"
-        record = {"trials": [line.record for line in self.lines], "timing": f"{drawn}, after a warm-up of two steps"}
-        return write_image(free_name(folder, "demo sheet"), sheet, record), said
+        record = {"trials": [line.record for line in self.rows], "timing": f"{drawn}, after a warm-up of two steps"}
+        return write_image(free_name(folder, "demo sheet"), sheet, record)
 
 
 def chosen(rows: Sequence[MethodResult]) -> list[MethodResult]:

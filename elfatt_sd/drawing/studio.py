@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -26,7 +27,6 @@ import elfatt_sd
 from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import memory_counters, memory_of
-from elfatt_sd.drawing.pictures import Pixels, fault_of
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import main_denoiser, unwrap
 from elfatt_sd.families.shapes import Dimensions, decoder_widths
@@ -38,6 +38,7 @@ from elfatt_sd.plans import frames_to_one
 from elfatt_sd.runtime.layer import around_forward
 from elfatt_sd.toy import EMBEDDED
 
+Pixels = npt.NDArray[np.floating[Any]]
 _UNET, _TRANSFORMER = 40, 12  # tensors of the first level, or of a block's width, that are held at once
 _DECODER = 4.5  # tensors of the decoder's second level, at the size of the image
 _FRAME_BYTES = 3 * 4  # of a pixel of a clip that is decoded
@@ -350,7 +351,7 @@ class Shot(NamedTuple):
     pixels: Pixels  # `[frames, height, width, 3]` from 0 to 255, before they are rounded
     seconds: float  # from prompt to image
     peak: int | None  # of memory meanwhile, in bytes; None where the system does not tell
-    fault: str  # what is wrong with it; see `pictures.fault_of`
+    fault: str  # what is wrong with it; see `fault_of`
 
     @property
     def frames(self) -> tuple[Image.Image, ...]:
@@ -388,6 +389,17 @@ def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
     pixels: Pixels = (arrays.clip(0, 1) * 255).reshape(-1, *arrays.shape[-3:])
     flagged = getattr(output, "nsfw_content_detected", None)
     return pixels, fault_of(pixels, bool(flagged and any(flagged)))
+
+
+def fault_of(pixels: Pixels, flagged: bool = False) -> str:
+    """Return what is wrong with an image that no working pipeline makes, as the end of a sentence; empty otherwise."""
+    if not np.isfinite(pixels).all():
+        return "is not finite (NaN or infinity): give dtype float32 or bfloat16"
+    low, high = (each(pixels.reshape(-1, 3).round(), axis=0) for each in (np.min, np.max))
+    if (low < high).any():
+        return ""
+    cause = "the safety checker" if flagged else "an overflow (give dtype float32 or bfloat16), or a safety checker"
+    return f"is {'of one colour' if high.any() else 'black'}: {cause}"
 
 
 def check_text_to_image(pipe: Any) -> None:

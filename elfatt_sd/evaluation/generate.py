@@ -31,11 +31,11 @@ from torch import Tensor, nn
 
 from elfatt_sd import methods
 from elfatt_sd.devices import describe_machine, standard_normal
-from elfatt_sd.drawing.pictures import fault_of
 from elfatt_sd.drawing.studio import (
     check_steps,
     dimensions_of,
     exact_size,
+    fault_of,
     guidance_options,
     rows_of,
     taken,

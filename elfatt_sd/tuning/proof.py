@@ -155,7 +155,7 @@ def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "
         measure.between(*(Drawn((Image.fromarray(each),), 0.0) for each in noise))  # one that fails does so at once
         return measure
     if metric == "psnr":
-        from elfatt_sd.drawing.pictures import psnr
+        from elfatt_sd.drawing.compare import psnr
 
         return Measure("PSNR", psnr, unit="dB", digits=1)
 

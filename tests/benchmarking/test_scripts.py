@@ -27,7 +27,7 @@ from benchmarks.shown import write_suite
 from elfatt_sd import benchmarking
 from elfatt_sd.benchmarking import Model, layer_phases
 from elfatt_sd.benchmarking.report import Session, save
-from elfatt_sd.benchmarking.variants import UNTOUCHED, Variant, resolve_methods, varied
+from elfatt_sd.benchmarking.variants import Variant, resolve_methods, varied
 from elfatt_sd.families import copy_structure
 from elfatt_sd.families.shapes import empty_model
 from elfatt_sd.runtime import call as state_module
@@ -73,14 +73,6 @@ def test_exponents_of_growth() -> None:
     assert make_exponents(groups) == expected
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, capturing: Any, **graph: Any) -> None:
-    """There is a GPU that captures graphs."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(**graph))
-    monkeypatch.setattr(torch.cuda, "graph", capturing)
-
-
 @pytest.mark.parametrize(("changes", "matchings"), [({"reuse_layers": True}, 1), ({"reuse_steps": 2}, 0)], ids=str)
 def test_a_graph_holds_its_own_matching(
     model: Model, changes: dict[str, Any], matchings: int, monkeypatch: pytest.MonkeyPatch
@@ -95,36 +87,14 @@ def test_a_graph_holds_its_own_matching(
         yield
         captured.append(len(made))
 
-    pretend(monkeypatch, capturing, replay=made.clear)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=made.clear))
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
     variant = Variant("patch", varied("tome", **changes))
     call = graphed_call(variant.install(copy_structure(model.unet)), model.inputs(64, 2), variant)
     call()
     call()
     assert captured == [matchings]
-
-
-def test_memory_that_runs_out_in_a_capture_is_told(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch ends the capture, which fails, too; the variant is to be left out, not the whole part."""
-
-    @contextmanager
-    def capturing(graph: Any) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
-
-    pretend(monkeypatch, capturing)
-    unit = copy_structure(model.unet)
-    with pytest.raises(RuntimeError, match="previous error"):
-        graphed_call(unit, model.inputs(64, 2), UNTOUCHED)()
-
-    def run_out(**_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    calls = iter([unit.forward, unit.forward, run_out])
-    monkeypatch.setattr(unit, "forward", lambda *args, **options: next(calls)(*args, **options))
-    with pytest.raises(torch.OutOfMemoryError):
-        graphed_call(unit, model.inputs(64, 2), UNTOUCHED)()
 
 
 # The suite writes after every part and needs few packages.

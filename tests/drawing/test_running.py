@@ -184,15 +184,12 @@ def needs(monkeypatch: pytest.MonkeyPatch) -> Needs:
 def test_what_cannot_fit_is_warned_of(pipe: Any, monkeypatch: pytest.MonkeyPatch, needs: Needs) -> None:
     small, large, many = needs(pipe, 8192, 8192), needs(pipe, 16384, 16384), needs(pipe, 8192, 8192, batch=4)
     assert large == pytest.approx(4 * small, rel=0.01) and many == pytest.approx(4 * small, rel=0.01)
-    monkeypatch.setattr(studio, "memory_of", lambda device: (2 * GIB, 1 * GIB))
-    warn_if_too_large(pipe, None, None, rows=2)
-    with pytest.warns(UserWarning, match=r"a batch of 500 at 1024x1024 .* 1\.0 are free on cpu: it may fail"):
-        warn_if_too_large(pipe, 1024, 1024, rows=2, batch=500)
-
-
-def test_clips_are_estimated_by_their_frames(needs: Needs) -> None:
     clips, _ = tiny_transformers.wan()
     clips.vae = None
     short, long = (needs(clips, 9600, 6400, frames=frames) for frames in (41, 81))
     assert long == pytest.approx(2 * short, rel=0.1)
     assert needs(clips, 9600, 6400) == long, "81 are the pipeline's own"
+    monkeypatch.setattr(studio, "memory_of", lambda device: (2 * GIB, 1 * GIB))
+    warn_if_too_large(pipe, None, None, rows=2)
+    with pytest.warns(UserWarning, match=r"a batch of 500 at 1024x1024 .* 1\.0 are free on cpu: it may fail"):
+        warn_if_too_large(pipe, 1024, 1024, rows=2, batch=500)

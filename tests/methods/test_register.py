@@ -148,9 +148,9 @@ def test_what_raises_in_a_step_is_named(pipe: Any) -> None:
 
 
 def test_it_is_a_method_on_the_command_line(module: str, tmp_path: Path) -> None:
-    from elfatt_sd.cli.options import PatchOptions
+    from elfatt_sd.cli.options import build_patch
 
-    chosen = PatchOptions(method=module, set=["factor=0.5"]).config
+    chosen = build_patch(method=module, set=["factor=0.5"]).config
     assert (chosen.method, chosen.phases[0].attention.factor) == ("values", 0.5)  # type: ignore[attr-defined]
     chosen.save(tmp_path / "own.json")
     assert PatchConfig.load(tmp_path / "own.json") == chosen
