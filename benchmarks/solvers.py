@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import elfatt_sd
-from elfatt_sd.drawing.pictures import psnr
+from elfatt_sd.drawing.compare import psnr
 from elfatt_sd.drawing.studio import draw
 from elfatt_sd.families.cuts import extrapolated
 from elfatt_sd.files import write_json
