@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class ElfattError(ValueError):
@@ -39,6 +42,38 @@ def real(name: str, value: object, low: float, high: float, *, open_high: bool =
 def flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ElfattError(f"{name}={value!r} is not accepted; give True or False.")
+
+
+_RULES: dict[Any, Callable[..., None]] = {  # by the type of a field, whose metadata has other limits
+    int: functools.partial(whole, low=1),
+    bool: flag,
+    float: functools.partial(real, low=0.0, high=1.0),
+}
+
+
+@functools.cache
+def _rules(kind: type[Any]) -> dict[str, Callable[[str, Any], None]]:
+    """Return what checks fields of a class of this package, or of the nearest one that a user's comes from."""
+    own = next(each for each in kind.__mro__ if each.__module__.partition(".")[0] == __package__)
+    hints, rules = get_type_hints(own), dict[str, Callable[[str, Any], None]]()
+    for each in dataclasses.fields(own):
+        choices = get_args(hints[each.name])
+        hint = choices[0] if type(None) in choices else hints[each.name]
+        rule = _RULES.get(hint)
+        if get_origin(hint) is Literal:
+            rule = functools.partial(choice, accepted=get_args(hint))
+        if rule is not None:
+            rules[each.name] = functools.partial(rule, **each.metadata)
+    return rules
+
+
+def fields(value: Any) -> None:
+    """Check the numbers, flags and choices of a dataclass by their types; None is fine where it is the default."""
+    rules = _rules(type(value))
+    for field in dataclasses.fields(value):
+        own = getattr(value, field.name)
+        if field.name in rules and (own is not None or field.default is not None):
+            rules[field.name](field.name, own)
 
 
 @dataclass(frozen=True)

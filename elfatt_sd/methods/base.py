@@ -35,12 +35,11 @@ class Merge:
         stride: one destination token for each `stride x stride` cell of the grid.
     """
 
-    ratio: float = 0.0
-    stride: int = 2
+    ratio: float = dataclasses.field(default=0.0, metadata={"open_high": True})
+    stride: int = dataclasses.field(default=2, metadata={"low": 2, "high": 64})
 
     def __post_init__(self) -> None:
-        errors.real("ratio", self.ratio, 0.0, 1.0, open_high=True)
-        errors.whole("stride", self.stride, 2, 64)
+        errors.fields(self)
 
     def most(self, grid: Grid) -> int:
         """Return how many tokens can be merged at most: all but the destinations; none where there is none."""
@@ -196,6 +195,9 @@ class Attention:
     joint: ClassVar[bool] = False
     empty: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        errors.fields(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared | None:
         """Work out what holds for a whole step of a layer.
