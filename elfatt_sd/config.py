@@ -197,13 +197,10 @@ class PatchConfig:
         data = {name: getattr(self, name) for name in _SAVED}
         data["phases"] = [phase.to_dict() for phase in self.phases]
         data["reuse"] = list(map(dataclasses.asdict, self.reuse))
-        for name in ("reuse", "per_layer"):  # what was saved before there were any stays the same
-            if not data[name]:
-                del data[name]
-        if not self.per_layer:
-            return data
         own = [{"layers": each.layers, "phases": [phase.to_dict() for phase in each.phases]} for each in self.per_layer]
-        return data | {"per_layer": own}
+        data["per_layer"] = own
+        # what was saved before there were any stays the same
+        return {name: value for name, value in data.items() if value or name not in ("reuse", "per_layer")}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:

@@ -33,10 +33,10 @@ def whole(name: str, value: object, low: int, high: int | None = None) -> None:
 
 def real(name: str, value: object, low: float, high: float, *, open_high: bool = False) -> None:
     """Check that a value is a number in a range, `high` included or not."""
-    span = f"from {low:g} to less than {high:g}" if open_high else f"from {low:g} to {high:g}"
+    span = "" if high == math.inf else f" from {low:g} to {'less than ' * open_high}{high:g}"
     valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not valid or not low <= value <= high or (open_high and value == high):  # type: ignore[operator]
-        raise ElfattError(f"{name}={value!r} is not accepted; give a number {span}.")
+        raise ElfattError(f"{name}={value!r} is not accepted; give a number{span}.")
 
 
 def flag(name: str, value: object) -> None:
@@ -69,7 +69,8 @@ def _rules(kind: type[Any]) -> dict[str, Callable[[str, Any], None]]:
 
 def fields(value: Any) -> None:
     """Check the numbers, flags and choices of a dataclass by their types; None is fine where it is the default."""
-    rules = _rules(type(value))
+    kind: Any = type(value)
+    rules = _rules(kind)
     for field in dataclasses.fields(value):
         own = getattr(value, field.name)
         if field.name in rules and (own is not None or field.default is not None):

@@ -66,7 +66,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measure:
 
 
 def test_each_phase_and_shape_is_measured_once_when_it_is_first_called(pipe: Any, measuring: Measure) -> None:
-    """In a block too: nobody may look at its plan, and the model's own size may not be the one that is drawn."""
+    """In a block too, whose plan is the estimate: the model's own size may not be the one that is drawn."""
     elfatt_sd.apply_patch(pipe, "elfatt")
     expected, measured = runner(pipe)(), measuring()
     with elfatt_sd.patched(pipe, "elfatt", autotune=True) as plan:
@@ -122,8 +122,9 @@ def test_what_stays_undecided_is_left_alone(
 
     measuring(answer)
     untouched = runner(pipe)()
-    with elfatt_sd.patched(pipe, BLOCKS, autotune=True) as plan:
-        assert not any(layer.patched for layer in plan.layers)
+    plan = elfatt_sd.plan(pipe, BLOCKS, autotune=True)
+    assert not any(layer.patched for layer in plan.layers)
+    with elfatt_sd.patched(pipe, BLOCKS, autotune=True):
         assert torch.equal(runner(pipe)(), untouched)
     assert not (own_cache / "autotune.json").exists()
     assert plan.layers[0].reason.endswith(reason)
