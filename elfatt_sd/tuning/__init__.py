@@ -340,11 +340,6 @@ class Search:
         self.points.append(Point(name, config, predicted, close, speed, busy([self._seconds, paces, seconds])))
         return self.points[-1]
 
-    def _try(self, choice: Choice) -> Point:
-        point = self.run_config("tuned", self.model.chosen(choice), choice.psnr, self.samples)
-        self._learn_speed(point, choice)
-        return point
-
     def _learn_speed(self, point: Point, choice: Choice) -> None:
         """Learn what part of the predicted seconds a run really saves."""
         saved = self.seconds * (1 - 1 / point.times)
@@ -441,7 +436,7 @@ class Search:
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.runs.stage(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
             tried.append(choice.psnr)
-            self._try(choice)
+            self._learn_speed(self.run_config("tuned", self.model.chosen(choice), choice.psnr, self.samples), choice)
             choice = self.choose()
             fastest = max((rival.times for rival in self._rivals()), default=0.0)
             if not self.budget.by_speed and fastest * WORTH >= self._times(choice):

@@ -18,6 +18,7 @@ from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.measure import student_quantile
+from elfatt_sd.methods.base import in_one_line
 from elfatt_sd.tuning.runs import Drawn, Sample
 
 Metric = Literal["psnr", "ssim", "lpips", "dists"]
@@ -114,12 +115,9 @@ class Measure:
 
     def between(self, untouched: Drawn, other: Drawn) -> float:
         """Return how close two images, or the frames of two clips, are."""
-        try:
+        with in_one_line(f"metric {self.name!r} cannot compare two images"):
             pairs = zip(untouched.frames, other.frames, strict=True)
             value = float(np.mean([float(self.compare(one, two)) for one, two in pairs]))
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ElfattError(f"metric {self.name!r} cannot compare two images ({reason}).") from error
         if math.isnan(value) or (math.isinf(value) and not untouched.same(other)):
             raise ElfattError(
                 f"metric {self.name!r} gives {value} for two images; give one that always gives a number."
