@@ -174,13 +174,14 @@ def load_file(path: Path, options: dict[str, Any]) -> Any:
     beside = (path.parent / INDEX).is_file() and _index(path.parent)["_class_name"] == kind
     if beside and not options.keys() & {"config", "original_config"}:
         options["config"] = str(path.parent)
-    remedy = f"put its {INDEX} and the folders named there next to the file, or give config=DIRECTORY in Python"
-    source = f" as a {kind}, whose configuration is asked of the hub; {remedy}"
-    return call_loader(
-        path,
-        lambda: getattr(diffusers, kind).from_single_file(str(path), **options),
-        source="" if options.keys() & {"config", "original_config"} else source,
-    )
+    try:
+        return call_loader(path, lambda: getattr(diffusers, kind).from_single_file(str(path), **options))
+    except ElfattFailure as error:
+        raise ElfattFailure(
+            f"model={str(path)!r} needs the configuration of a {kind}, which is not on this machine, and the hub "
+            f"cannot be reached ({shortened(list(_causes(error))[-1])}); put its {INDEX} and the folders named there "
+            "next to the file, or give config=DIRECTORY in Python."
+        ) from error
 
 
 def kind_of_file(path: Path) -> str:

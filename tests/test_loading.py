@@ -159,10 +159,10 @@ REFINER = ("conditioner.embedders.0.model.a",)
 @pytest.mark.parametrize(
     ("channels", "names", "says"),
     [
-        (4, (), "as a StableDiffusionPipeline, .* the hub, which cannot be reached; put its model_index"),
-        (9, (), "as a StableDiffusionInpaintPipeline,"),
-        (4, SDXL, "as a StableDiffusionXLPipeline,"),
-        (4, REFINER, "as a StableDiffusionXLImg2ImgPipeline,"),
+        (4, (), "needs the configuration of a StableDiffusionPipeline,"),
+        (9, (), "of a StableDiffusionInpaintPipeline,"),
+        (4, SDXL, "of a StableDiffusionXLPipeline,"),
+        (4, REFINER, "of a StableDiffusionXLImg2ImgPipeline,"),
         (8, (), r"takes 8 channels.*accepted: 4 \(StableDiffusionPipeline\), 7 "),
         (5, SDXL, r"takes 5 channels.*accepted: 4 \(StableDiffusionXLPipeline\), 9 "),
         (9, REFINER, "takes 9 channels"),
@@ -199,7 +199,7 @@ def test_a_single_file_draws_what_its_directory_draws(saved: Path, tmp_path: Pat
     refused(parts / "model.ckpt", "is a pickle")
     draws_the_same(load_pipeline(parts / "model.ckpt", **given, allow_pickle=True), original)
     index.write_text(json.dumps({"_class_name": "StableDiffusionXLPipeline"}))
-    says = "as a StableDiffusionPipeline.*cannot be reached; .*model_index.json.*config=DIRECTORY.*: Name or service"
+    says = "needs the configuration of a StableDiffusionPipeline.*Name or service.*model_index.json.*config="
     assert isinstance(refused(checkpoint, says), ElfattFailure)
     index.write_text("{")
     refused(checkpoint, "model_index.json names no pipeline")
