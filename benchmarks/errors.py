@@ -82,7 +82,8 @@ class _Measured:
         self._configs, self._keep, self._wanted, self._draws = configs, keep, wanted, draws
         self._step = 0
         self._errors: dict[tuple[str, str], list[Tensor]] = defaultdict(list)  # of this step, by method and layer
-        self.run = ExactRun(pipe, denoisers, self._after_layer)
+        self.run = ExactRun(pipe, denoisers)
+        self.run.see_layer = self._after_layer
 
     def end_step(self) -> None:
         """Hand over the rows of the step that goes on."""

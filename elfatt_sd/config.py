@@ -17,10 +17,8 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import known_keys, write_json
 from elfatt_sd.methods import attention_named, attentions, is_own, reserve
 from elfatt_sd.phases import (
-    BACKENDS,
     DOWNSAMPLES,
     EXACT,
-    KEPT,
     RUN_SETTINGS,
     Backend,
     Downsample,
@@ -73,14 +71,14 @@ class PatchConfig:
     phases: tuple[Phase, ...] = ()
     levels: int = 1
     max_downsample: Downsample | None = None
-    seed: int = 0
+    seed: int = field(default=0, metadata={"low": 0, "high": 2**63 - 1})
     use_rand: bool = True
     reuse_steps: int = 1
     reuse_layers: bool = False
     attention_backend: Backend = "auto"
     fp32_logits: bool = False
     residuals: Kept = "device"
-    residual_limit: float | None = None
+    residual_limit: float | None = field(default=None, metadata={"high": 10**6})
     per_layer: tuple[LayerPhases, ...] = ()
     reuse: tuple[StepReuse, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -91,16 +89,7 @@ class PatchConfig:
         check_phases(self.phases)
         if self.max_downsample not in (None, *DOWNSAMPLES):
             raise ElfattError(f"max_downsample={self.max_downsample!r} is not accepted; give 1, 2, 4, 8 or None.")
-        errors.whole("seed", self.seed, 0, 2**63 - 1)
-        errors.whole("levels", self.levels, 1)
-        errors.flag("use_rand", self.use_rand)
-        errors.flag("reuse_layers", self.reuse_layers)
-        errors.whole("reuse_steps", self.reuse_steps, 1)
-        errors.choice("attention_backend", self.attention_backend, BACKENDS)
-        errors.flag("fp32_logits", self.fp32_logits)
-        errors.choice("residuals", self.residuals, KEPT)
-        if self.residual_limit is not None:
-            errors.real("residual_limit", self.residual_limit, 0.0, 10**6)
+        errors.fields(self)
         if not isinstance(self.reuse, tuple) or not all(isinstance(each, StepReuse) for each in self.reuse):
             raise ElfattError(f"reuse={self.reuse!r} is not accepted; give a tuple of StepReuse.")
         check_ends("reuse", [each.until for each in self.reuse])
@@ -208,13 +197,10 @@ class PatchConfig:
         data = {name: getattr(self, name) for name in _SAVED}
         data["phases"] = [phase.to_dict() for phase in self.phases]
         data["reuse"] = list(map(dataclasses.asdict, self.reuse))
-        for name in ("reuse", "per_layer"):  # what was saved before there were any stays the same
-            if not data[name]:
-                del data[name]
-        if not self.per_layer:
-            return data
         own = [{"layers": each.layers, "phases": [phase.to_dict() for phase in each.phases]} for each in self.per_layer]
-        return data | {"per_layer": own}
+        data["per_layer"] = own
+        # what was saved before there were any stays the same
+        return {name: value for name, value in data.items() if value or name not in ("reuse", "per_layer")}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:

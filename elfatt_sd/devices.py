@@ -28,8 +28,6 @@ _PACKAGES = (
     *("torchmetrics", "torch-fidelity", "torchvision", "numpy", "pillow"),
     *("flash-attn", "flash-attn-3", "kernels", "sageattention", "xformers"),
 )
-_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # the times of a processor, as psutil names them
-_IDLE = ("idle", "iowait")
 
 
 def device_name(device: torch.device) -> str:
@@ -252,25 +250,16 @@ class Bystanders:
     """Measures what fraction of the machine's processor time went to other processes, from its making on."""
 
     def __init__(self) -> None:
-        self._start = _processor_seconds()
+        self._own = psutil.Process()
+        self.share()
 
     def share(self) -> float | None:
-        """None within the same tick of the clock, or where the system does not tell."""
-        now = _processor_seconds()
-        if now is None or self._start is None:
+        """None where the system does not tell, as in some sandboxes, where /proc is closed."""
+        try:
+            busy, own = psutil.cpu_percent(), self._own.cpu_percent()  # since the last time; of all, and of one
+        except OSError:
             return None
-        everything, busy, own = (after - before for after, before in zip(now, self._start, strict=True))
-        return min(1.0, max(0.0, (busy - own) / everything)) if everything > 0 else None
-
-
-def _processor_seconds() -> tuple[float, float, float] | None:
-    """Seconds of all processors since they started, those in which they were busy, and those of this process."""
-    try:
-        times, own = psutil.cpu_times(), os.times()
-    except OSError:  # /proc is closed in some sandboxes
-        return None
-    busy, idle = (sum(getattr(times, name, 0.0) for name in names) for names in (_BUSY, _IDLE))
-    return busy + idle, busy, own.user + own.system + own.children_user + own.children_system
+        return max(0.0, busy - own / (psutil.cpu_count() or 1)) / 100
 
 
 def commit_of(folder: Path) -> str | None:

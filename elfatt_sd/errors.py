@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 class ElfattError(ValueError):
@@ -30,15 +33,48 @@ def whole(name: str, value: object, low: int, high: int | None = None) -> None:
 
 def real(name: str, value: object, low: float, high: float, *, open_high: bool = False) -> None:
     """Check that a value is a number in a range, `high` included or not."""
-    span = f"from {low:g} to less than {high:g}" if open_high else f"from {low:g} to {high:g}"
+    span = "" if high == math.inf else f" from {low:g} to {'less than ' * open_high}{high:g}"
     valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not valid or not low <= value <= high or (open_high and value == high):  # type: ignore[operator]
-        raise ElfattError(f"{name}={value!r} is not accepted; give a number {span}.")
+        raise ElfattError(f"{name}={value!r} is not accepted; give a number{span}.")
 
 
 def flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ElfattError(f"{name}={value!r} is not accepted; give True or False.")
+
+
+_RULES: dict[Any, Callable[..., None]] = {  # by the type of a field, whose metadata has other limits
+    int: functools.partial(whole, low=1),
+    bool: flag,
+    float: functools.partial(real, low=0.0, high=1.0),
+}
+
+
+@functools.cache
+def _rules(kind: type[Any]) -> dict[str, Callable[[str, Any], None]]:
+    """Return what checks fields of a class of this package, or of the nearest one that a user's comes from."""
+    own = next(each for each in kind.__mro__ if each.__module__.partition(".")[0] == __package__)
+    hints, rules = get_type_hints(own), dict[str, Callable[[str, Any], None]]()
+    for each in dataclasses.fields(own):
+        choices = get_args(hints[each.name])
+        hint = choices[0] if type(None) in choices else hints[each.name]
+        rule = _RULES.get(hint)
+        if get_origin(hint) is Literal:
+            rule = functools.partial(choice, accepted=get_args(hint))
+        if rule is not None:
+            rules[each.name] = functools.partial(rule, **each.metadata)
+    return rules
+
+
+def fields(value: Any) -> None:
+    """Check the numbers, flags and choices of a dataclass by their types; None is fine where it is the default."""
+    kind: Any = type(value)
+    rules = _rules(kind)
+    for field in dataclasses.fields(value):
+        own = getattr(value, field.name)
+        if field.name in rules and (own is not None or field.default is not None):
+            rules[field.name](field.name, own)
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,6 @@ _LONGEST_NAME = 160  # bytes; file systems take 255, and names get endings
 _PLAIN_LIST = re.compile(r"\[\n\s+([^][{}\"]+?)\n\s+\]")  # of numbers; a line break stands in no JSON string
 _SYSTEMS = frozenset(("thumbs.db", "desktop.ini", "__macosx", "@eadir", "#recycle", "$recycle.bin", "lost+found"))
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_KINDS = {"str": "text", "int": "a whole number", "float": "a number"}  # of values: as msgspec and as messages say
-_KINDS |= {"bool": "true or false", "array": "a list", "object": "a table"}
-_RANGES = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
 _LONGEST = 120  # characters of a value that a message repeats
 
 
@@ -247,35 +244,21 @@ def _bare(hint: Any) -> Any:
 
 
 def _explained(message: str, data: Any, hint: Any) -> ElfattError:
-    """Say in the words of this package what msgspec found."""
+    """Name the value in which msgspec found something, with its words; and all choices, where it is one of some."""
     found, _, place = message.partition(" - at `$")
     place = place.rstrip("`").removeprefix(".")
     if missing := re.fullmatch(r"Object missing required field `(.*)`", found):
         return ElfattError(f"key {'.'.join(filter(None, [place, missing[1]]))!r} is missing; it is required.")
-    for key in re.findall(r"[^.\[\]]+|\.\.\.", place):
+    place = place.partition("[...]")[0]  # msgspec does not name the key of a dict
+    for key in re.findall(r"[^.\[\]]+", place):
         hint = _bare(hint)
         if dataclasses.is_dataclass(hint) or (isinstance(hint, type) and issubclass(hint, msgspec.Struct)):
             hint = typing.get_type_hints(hint, include_extras=True)[key]
         else:
             hint = (*typing.get_args(hint), Any)[typing.get_origin(hint) is dict]
-        if key == "...":  # msgspec does not name the key of a dict
-            key = next(each for each, value in data.items() if not _fits(value, hint))
-            place = place.replace("[...]", f".{key}", 1)
         data = data[int(key) if isinstance(data, list | tuple) else key]
-    value = repr(data)
+    value, hint = repr(data), _bare(hint)
     value = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
-    hint = _bare(hint)
-    wanted = re.match(r"Expected `(\w+)[^`]*`(?: (?:of length )?(>=|<=|<|>) (\S+))?(?:, got .*)?(.*)", found)
     if typing.get_origin(hint) is typing.Literal:
-        found = ", ".join(map(str, typing.get_args(hint)))
-    elif wanted is not None:  # from msgspec's "Expected `int` >= 1, got `str`"
-        kind = _KINDS.get(wanted[1], wanted[1])
-        found = " ".join(filter(None, [kind, _RANGES.get(wanted[2]), wanted[3], wanted[4].strip()]))
-    return refused(f"{place or 'the content'}={value}", found)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    with contextlib.suppress(msgspec.ValidationError):
-        msgspec.convert(value, hint)
-        return True
-    return False
+        return refused(f"{place}={value}", ", ".join(map(str, typing.get_args(hint))))
+    return ElfattError(f"{place or 'the content'}={value} is not accepted; {found[0].lower()}{found[1:]}.")

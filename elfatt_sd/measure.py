@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import psutil
 import torch
@@ -25,7 +25,6 @@ from torch.profiler import ProfilerActivity, profile
 from elfatt_sd.devices import memory_counters, proc_value, synchronize
 from elfatt_sd.errors import is_out_of_memory
 
-Reading = TypeVar("Reading")
 Call = Callable[[], Any]
 Progress = Callable[[str, int, int], None]  # of a stage: its name, what is done, and how much there is in all
 BUSY = 1.2  # longest over shortest time of equal runs, above which something else took the machine
@@ -40,74 +39,52 @@ class Turn:
     place: int  # within the round, from 1
 
 
-def interleave(
-    names: Sequence[str],
-    take: Callable[[Turn], Reading],
-    rounds: Iterable[int],
-    *,
-    seconds: float = math.inf,
-    lose: Callable[[Turn, Exception], None] | None = None,
-) -> Iterator[tuple[Turn, Reading]]:
-    """Run things one after the other in every round, each round starting with another one."""
-    start, lost = time.monotonic(), set[str]()
-    for index, number in enumerate(rounds):
-        if index and time.monotonic() - start > seconds:
-            return
-        shift = number % len(names)
-        for place, name in enumerate([*names[shift:], *names[:shift]], 1):
-            if name in lost:
-                continue
-            turn = Turn(name, number, place)
-            try:
-                reading = take(turn)
-            except Exception as error:
-                if lose is None:
-                    raise
-                lose(turn, error)
-                lost.add(name)
-            else:
-                yield turn, reading
-
-
 @dataclass
 class Comparison:
-    """Things that are timed against each other: a warm-up, then interleaved rounds."""
+    """Things that are timed against each other: a warm-up, then rounds, each of which starts with another one."""
 
     names: list[str]  # of the things; without those that were lost
-    take: Callable[[Turn], float]  # runs one of them once, and returns its seconds
+    take: Callable[[Turn], Any]  # runs one of them once, and returns its seconds, or what else is kept of a turn
     rounds: int = 1  # that count
     # called after every turn, with the number of turns so far and in all
     tell: Callable[[int, int], None] = lambda done, total: None
     # told what a turn raised; the thing is then left out. Without it, the exception goes on to the caller.
     lose: Callable[[str, Exception], None] | None = None
-    times: dict[str, list[float]] = field(default_factory=dict)  # seconds of each turn that counts, by name
+    times: dict[str, list[Any]] = field(default_factory=dict)  # what each turn that counts gave, by name
 
     def __post_init__(self) -> None:
         self.times |= {name: [] for name in self.names}
         self._done, self._total = 0, self.rounds * len(self.names)
 
-    def warm_up(self, take: Callable[[Turn], float] | None = None) -> None:
+    def warm_up(self, take: Callable[[Turn], Any] | None = None) -> None:
         """Run every thing once without counting it, perhaps in another way."""
         self._total += len(self.names)
         for place, name in enumerate([*self.names], 1):
-            try:
-                (take or self.take)(Turn(name, -1, place))
-            except Exception as error:
-                if self.lose is None:
-                    raise
-                self.lose(name, error)
-                self.names.remove(name)
-                self._total -= self.rounds
-            self._done += 1
-            self.tell(self._done, self._total)
+            self._turn(Turn(name, -1, place), take or self.take)
 
     def run(self, seconds: float = math.inf) -> None:
         """Run the rounds that count; none starts past these seconds, once there is one."""
-        if self.names:
-            for turn, taken in interleave(self.names, self.take, range(self.rounds), seconds=seconds):
-                self.times[turn.name].append(taken)
-                self._done += 1
-                self.tell(self._done, self._total)
+        start = time.monotonic()
+        for number in range(self.rounds):
+            if number and time.monotonic() - start > seconds:
+                return
+            shift = number % max(1, len(self.names))
+            for place, name in enumerate([*self.names[shift:], *self.names[:shift]], 1):
+                self._turn(Turn(name, number, place), self.take)
+
+    def _turn(self, turn: Turn, take: Callable[[Turn], Any]) -> None:
+        try:
+            taken = take(turn)
+        except Exception as error:
+            if self.lose is None:
+                raise
+            self.lose(turn.name, error)
+            self.names.remove(turn.name)
+            self._total -= self.rounds - 1 - turn.number
+        else:
+            self.times[turn.name] += [taken] if turn.number >= 0 else []
+        self._done += 1
+        self.tell(self._done, self._total)
 
     def busy(self) -> str:
         return busy(times for times in self.times.values() if times)
@@ -321,11 +298,9 @@ class Lines:
     _: KW_ONLY
     every: float = 60.0  # seconds between two lines of a stage
     title: str = "{}:"  # how a line begins
-    at_once: bool = True  # also say where a stage begins
 
     def __post_init__(self) -> None:
         self._said = time.monotonic()
-        self._name: str | None = None
         self._begun = (0, 0.0)  # where and when counting began
         self._last = (0, 0)
 
@@ -334,8 +309,8 @@ class Lines:
         before, whole = self._last
         if done < before or before == whole or total != whole:  # another count
             self._begun = (done, moment)
-        new, self._name, self._last = name != self._name, name, (done, total)
-        if moment - self._said < self.every and not (new and self.at_once):
+        self._last = done, total
+        if moment - self._said < self.every:
             return
         self._said = moment
         first, start = self._begun
@@ -347,9 +322,7 @@ class Lines:
 
 
 @contextlib.contextmanager
-def progress_of(
-    unit: str, *, every: float = 30.0, title: str = "{}:", at_once: bool = True, shown: bool = True
-) -> Iterator[Progress]:
+def progress_of(unit: str, *, every: float = 30.0, title: str = "{}:", shown: bool = True) -> Iterator[Progress]:
     if not shown:
         yield lambda name, done, total: None
         return
@@ -359,7 +332,7 @@ def progress_of(
     console = Console(stderr=True)
     if not console.is_terminal:
         say = functools.partial(print, file=sys.stderr, flush=True)
-        yield Lines(say, unit, every=every, title=title, at_once=at_once)
+        yield Lines(say, unit, every=every, title=title)
         return
     with Progress(
         TextColumn("{task.description}", markup=False),

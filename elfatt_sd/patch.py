@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, Unpack, cast
+from typing import Any, TypeVar, Unpack
 
 from elfatt_sd.attention.softmax import make_ready
 from elfatt_sd.config import DEFAULT, Method, PatchConfig, warn_without_effect
@@ -14,7 +13,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers, levels_of, select_layers, takes_steps, unwrap
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Settings
-from elfatt_sd.plans import Plan, PlanOnDemand, input_grid, make_plan
+from elfatt_sd.plans import Plan, input_grid, make_plan
 from elfatt_sd.runtime import warn
 from elfatt_sd.runtime.autotune import measure_phases
 from elfatt_sd.runtime.denoiser import OWNER, PATCH, Owner, Patch
@@ -63,8 +62,7 @@ def apply_patch(
         main, owner = next(iter(denoisers.values())), Owner(pipe)
         if pipe is not unwrap(main):
             vars(pipe)[OWNER] = owner
-        embedding = getattr(getattr(unwrap(main), "config", None), "time_embedding_type", None)
-        schedule = Schedule(owner, trained_on_noise_levels=embedding == "fourier")
+        schedule = Schedule(owner)
         for name, denoiser in denoisers.items():
             whole = not takes_steps(name)
             Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, whole).install()
@@ -167,7 +165,7 @@ def patched(
         **settings: changes to the method, such as `ratio=0.5`; see `Settings`.
 
     Yields:
-        The plan at the model's own image size; see `plan`. With `autotune` it is measured when it is first looked at.
+        The plan at the model's own image size; see `plan`. Also with `autotune` it says what is estimated.
 
     Raises:
         ElfattError: as `apply_patch`.
@@ -175,8 +173,7 @@ def patched(
     config = resolve(method, settings)
     with restored(pipe):
         apply_patch(pipe, config, autotune=autotune, take_over=take_over)
-        make = functools.partial(_plan, pipe, config, (None, None, None), autotune, take_over)
-        yield cast(Plan, PlanOnDemand(make)) if autotune else make()
+        yield _plan(pipe, config, (None, None, None), False, take_over)
 
 
 @contextmanager

@@ -152,7 +152,7 @@ class Phase:
     merge: Merge
     residual_steps: int
     residual_guidance: bool
-    attention_dtype: Narrower | None
+    attention_dtype: Narrower | None = None
 
     def __init__(
         self,
@@ -166,22 +166,20 @@ class Phase:
         **settings: Unpack[AttentionSettings],
     ) -> None:
         check_settings(settings)
-        errors.real("until", until, 0.0, 1.0)
-        if until == 0:
-            raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
-        errors.whole("residual_steps", residual_steps, 1)
-        errors.flag("residual_guidance", residual_guidance)
-        if attention_dtype is not None:
-            errors.choice("attention_dtype", attention_dtype, NARROWER)
         kind = attention if isinstance(attention, Attention) else attention_named(attention)()
         vars(self).update(
             until=until,
             attention=kind.with_settings(settings),
             merge=dataclasses.replace(merge or Merge(), **_some(settings, MERGE_SETTINGS)),
+            residual_steps=residual_steps,
             residual_guidance=residual_guidance,
             attention_dtype=attention_dtype,
         )
-        vars(self).update(residual_steps=1 if self.dense and not self.exact else residual_steps)
+        errors.fields(self)
+        if until == 0:
+            raise ElfattError("until=0 is an empty phase; give a number greater than 0 and up to 1.")
+        if self.dense and not self.exact:
+            vars(self).update(residual_steps=1)
         if self.attention.empty and residual_steps == 1:
             raise ElfattError(
                 f"residual_steps=1 is not accepted with attention={self.attention.name!r}, which reuses the output of "
@@ -298,19 +296,15 @@ class StepReuse:
 
     until: float = 1.0
     cut: str = "output"
-    every: int = 2
-    order: int = 1
-    first: int = 4
-    last: int = 3
+    every: int = dataclasses.field(default=2, metadata={"low": 2})
+    order: int = dataclasses.field(default=1, metadata={"low": 0, "high": 2})
+    first: int = dataclasses.field(default=4, metadata={"low": 0})
+    last: int = dataclasses.field(default=3, metadata={"low": 0})
 
     def __post_init__(self) -> None:
-        errors.real("until", self.until, 0.0, 1.0)
+        errors.fields(self)
         if not isinstance(self.cut, str) or not self.cut:
             raise ElfattError(f"cut={self.cut!r} is not accepted; give the name of a cut, such as 'shallow-1'.")
-        errors.whole("every", self.every, 2)
-        errors.whole("order", self.order, 0, 2)
-        errors.whole("first", self.first, 0)
-        errors.whole("last", self.last, 0)
 
 
 @functools.cache

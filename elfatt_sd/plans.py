@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import inspect
 import itertools
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,21 +231,6 @@ class Plan:
                 f"{layer.heads} heads, in {', '.join(places(group))}: {layer.reason}"
             )
         return "\n  ".join([self.heading, *rows, *self.summary()])
-
-
-class PlanOnDemand:
-    """A plan that is made when it is first looked at, as it takes long to measure."""
-
-    def __init__(self, make: Callable[[], Plan]) -> None:
-        self._made = functools.cache(make)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of copies and pickles, which ask before there is anything
-            raise AttributeError(name)
-        return getattr(self._made(), name)
-
-    def __str__(self) -> str:
-        return str(self._made())
 
 
 def giga(multiply_adds: float) -> str:

@@ -75,17 +75,17 @@ def test_the_next_tensor_takes_the_pages_of_the_last_once_the_command_runs() -> 
 def test_what_is_asked_of_the_device_is_asked_of_the_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not of the current one, and by its own number: `CUDA_VISIBLE_DEVICES` gives another card the index 0.
 
-    Of the processor: ten seconds of two, six busy, four of them for this process. Others had two of twenty.
+    Of the two processors: 30 % busy, this process with 40 % of one. Others had a tenth.
     """
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     for device in (CPU, torch.device("cuda:1")):
         synchronize(device)
     assert waited == [torch.device("cuda:1")]
-    found = devices._processor_seconds()
-    assert found is not None and 0 < found[1] <= found[0]
-    readings = iter([(100.0, 50.0, 7.0), (120.0, 56.0, 11.0)])
-    monkeypatch.setattr(devices, "_processor_seconds", lambda: next(readings))
+    readings = iter([1.0, 30.0])
+    monkeypatch.setattr(devices.psutil, "cpu_percent", lambda: next(readings))
+    monkeypatch.setattr(devices.psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(devices.psutil.Process, "cpu_percent", lambda _: 40.0)
     assert Bystanders().share() == pytest.approx(0.1)
 
 

@@ -23,7 +23,6 @@ from elfatt_sd.measure import (
     Spread,
     Stopwatch,
     Turn,
-    interleave,
     peak_memory,
     progress_of,
     ratios,
@@ -36,8 +35,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def test_things_take_turns_and_what_fails_has_no_further_ones() -> None:
-    """After a warm-up, every round starts with another thing; it runs while it is taken out, so that what is finished
-    can be kept before the next thing begins."""
+    """After a warm-up, every round starts with another thing; no round begins once the time is up."""
     seen: list[Turn] = []
     lost, told = list[Any](), list[tuple[int, int]]()
 
@@ -47,9 +45,6 @@ def test_things_take_turns_and_what_fails_has_no_further_ones() -> None:
             raise ValueError("no")
         return 1.0 + (turn.name == "slow")
 
-    turns = interleave(["slow", "fast"], take, range(-1, 100), seconds=0)
-    assert next(turns) == (Turn("fast", -1, 1), 1.0) and len(seen) == 1 and [turn.name for turn, _ in turns] == ["slow"]
-    seen.clear()
     names = ["slow", "broken", "fast"]
     tell = lambda done, total: told.append((done, total))  # noqa: E731
     compared = Comparison([*names], take, 2, tell, lambda name, error: lost.append((name, str(error))))
@@ -64,8 +59,11 @@ def test_things_take_turns_and_what_fails_has_no_further_ones() -> None:
     assert compared.times == {"slow": [2.0, 2.0], "broken": [], "fast": [1.0, 1.0, 9.0]}
     with pytest.raises(ValueError, match="no"):
         Comparison([*names], take, 2).run()
-    turns = interleave(["broken", "fast"], take, range(3), lose=lambda turn, error: lost.append(turn))
-    assert [turn.name for turn, _ in turns] == ["fast"] * 3 and lost[1:] == [Turn("broken", 0, 1)]
+    late = Comparison(["broken", "fast"], take, 3, tell, lambda name, error: lost.append(name))
+    late.run()
+    assert (late.names, late.times["fast"], lost[1:], told[-1]) == (["fast"], [1.0] * 3, ["broken"], (4, 4))
+    late.run(seconds=0)
+    assert len(late.times["fast"]) == 4
 
 
 def test_ratios_are_taken_within_rounds_that_both_have() -> None:
@@ -158,7 +156,7 @@ def test_the_peak_that_each_system_tells(monkeypatch: pytest.MonkeyPatch, platfo
     assert PeakMeter(torch.device("mps")).kind is PeakMeter(torch.device("mps")).read() is None
 
 
-def test_progress_is_a_line_for_each_stage_and_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_progress_is_a_line_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Another count or total has its own speed: steps of a shorter run say nothing of those to come."""
     now, said = [0.0], list[str]()
     monkeypatch.setattr(measure.time, "monotonic", lambda: now[0])
@@ -166,12 +164,11 @@ def test_progress_is_a_line_for_each_stage_and_after_a_while(monkeypatch: pytest
     for done in range(5):
         tell("first", done, 10)
         now[0] += 20
-    tell = Lines(said.append, "steps", every=0, at_once=False)
+    tell = Lines(said.append, "steps", every=0)
     for done, total, seconds in ((10, 30, 10), (20, 30, 0), (5, 30, 1), (26, 300, 10), (27, 300, 0)):
         tell("image", done, total)
         now[0] += seconds
     assert said == [
-        "first: 0 of 10 calls done",
         "first: 2 of 10 calls done, about 0:02:40 left",
         "first: 4 of 10 calls done, about 0:02:00 left",
         "image: 10 of 30 steps done",
@@ -180,7 +177,7 @@ def test_progress_is_a_line_for_each_stage_and_after_a_while(monkeypatch: pytest
         "image: 26 of 300 steps done",
         "image: 27 of 300 steps done, about 0:45:30 left",
     ]
-    with progress_of("steps", at_once=False) as tell_quick:
+    with progress_of("steps") as tell_quick:
         tell_quick("image 1 of 1", 1, 2)
     with progress_of("steps", shown=False) as tell_nothing:
         now[0] += 1000

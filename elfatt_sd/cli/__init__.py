@@ -96,7 +96,7 @@ def progress(images: int, drawings: int | None = None) -> Iterator[tuple[OnStep,
         tell(f"image {min(finished + 1, images)} of {images}", drawn * steps + step, total * steps)
         drawn += step == steps
 
-    with progress_of("steps", at_once=False) as tell:
+    with progress_of("steps") as tell:
         yield on_step, on_image
 
 

@@ -320,7 +320,7 @@ def read_chunk(path: Path) -> tuple[Tensor, list[str]]:
 
 
 def every_minute(tell: Callable[[str], None]) -> Progress:
-    return Lines(tell, "images", title="measuring: {},", at_once=False)
+    return Lines(tell, "images", title="measuring: {},")
 
 
 def process_state(device: str = "auto") -> Any:

@@ -37,7 +37,7 @@ from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, PeakMemory, Protoc
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, RunFolder
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
-from elfatt_sd.measure import CallTimer, PeakMeter, Spread, Stopwatch, Turn, interleave, now, ratios, student_quantile
+from elfatt_sd.measure import CallTimer, Comparison, PeakMeter, Spread, Stopwatch, Turn, now, ratios, student_quantile
 
 WARMUP_STEPS = 5  # enough for every phase of the presets
 _GIB = 2**30
@@ -61,16 +61,16 @@ def measure_time(run: RunFolder, report: Report = print) -> dict[str, Any]:
         report(f"time: {label}, row {turn.place} of {len(rounds)}, {turn.name}")
         return timed_call(pipe, protocol if turn.number >= 0 else short, protocol.cell(turn.name), batch)
 
-    def lose(turn: Turn, error: Exception) -> None:
+    def lose(name: str, error: Exception) -> None:
         if is_out_of_memory(error):
-            failed[turn.name] = f"out of memory at batch {batch}"
+            failed[name] = f"out of memory at batch {batch}"
         else:
-            errors[turn.name] = failed[turn.name] = f"time not measured: {in_plain_words(error)}"
+            errors[name] = failed[name] = f"time not measured: {in_plain_words(error)}"
 
-    # not a `Comparison`: a turn has a time for each scope, and a row may be lost in any round
-    for turn, seconds in interleave([*rounds], take, range(-settings.warmup, settings.repeats), lose=lose):
-        if turn.number >= 0:
-            rounds[turn.name].append(seconds)
+    compared = Comparison([*rounds], take, settings.repeats, lose=lose, times=rounds)
+    for _ in range(settings.warmup):
+        compared.warm_up()
+    compared.run()
     untouched = [] if baseline in failed else rounds[baseline]
     few = f"only {settings.repeats} repeats; take {FEW_REPEATS} or more" if settings.repeats < FEW_REPEATS else None
     data = {

@@ -180,14 +180,14 @@ class Stand:
         put_back(self.part.module, self, self.forward, self.own)
 
 
-def put_back(module: Any, stand: object, forward: Any, own: Any) -> None:
+def put_back(module: Any, stand: object, forward: Any, own: Any, name: str = "forward") -> None:
     """Put a forward back for what stands in for it, also where accelerate or diffusers has wrapped that since."""
     for holder in (module, *_references(module)):
-        for name, value in [*vars(holder).items()]:
+        for place, value in [*vars(holder).items()]:
             if value is stand:
-                setattr(holder, name, forward)
-    if own is None and vars(module).get("forward") == forward:  # the class's
-        del module.forward
+                setattr(holder, place, forward)
+    if own is None and vars(module).get(name) == forward:  # the class's
+        delattr(module, name)
 
 
 def _references(module: Any) -> Sequence[Any]:

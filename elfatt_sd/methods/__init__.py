@@ -76,14 +76,9 @@ def attention_named(name: object) -> type[Attention]:
     """Return an attention by its name; `package.module:Class` is imported and registered first."""
     if isinstance(name, str) and ":" in name:
         module, _, attribute = name.partition(":")
-        try:
+        remedy = "give package.module:Class of what is installed or on PYTHONPATH"
+        with in_one_line(f"method={name!r} cannot be imported; {remedy}"):
             kind = getattr(importlib.import_module(module), attribute)
-        except (Exception, SystemExit) as error:  # whatever the module does when it is imported
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ElfattError(
-                f"method={name!r} cannot be imported ({reason}); give package.module:Class of what is "
-                "installed or on PYTHONPATH."
-            ) from error
         known: type[Attention] = kind if kind in _known.values() else register(kind)
         return known
     if not isinstance(name, str) or name not in _known:

@@ -35,12 +35,11 @@ class Merge:
         stride: one destination token for each `stride x stride` cell of the grid.
     """
 
-    ratio: float = 0.0
-    stride: int = 2
+    ratio: float = dataclasses.field(default=0.0, metadata={"open_high": True})
+    stride: int = dataclasses.field(default=2, metadata={"low": 2, "high": 64})
 
     def __post_init__(self) -> None:
-        errors.real("ratio", self.ratio, 0.0, 1.0, open_high=True)
-        errors.whole("stride", self.stride, 2, 64)
+        errors.fields(self)
 
     def most(self, grid: Grid) -> int:
         """Return how many tokens can be merged at most: all but the destinations; none where there is none."""
@@ -77,25 +76,20 @@ class Size(NamedTuple):
         return round(2 * self.tokens * (keys + self.context) * self.channels)
 
 
+@dataclass(eq=False)
 class Draws:
     """Random numbers of one layer in one step. They depend on `(seed, step, layer)` alone and move no global state."""
 
-    def __init__(
-        self,
-        seed: int,
-        step: int,
-        layer: int,
-        device: torch.device,
-        shared: int = 1,  # number of steps that draw the same; 0 is all of them
-        ahead: Any = None,  # `runtime.memory.RunDraws`, with what is drawn for later steps too; None is this step alone
-    ) -> None:
-        self.seed = seed
-        self.step = step // shared * shared if shared else 0
-        self.layer = layer
-        self.device = device
-        self.shared = shared
-        self.ahead = ahead
-        self.anew = False  # whether what was prepared holds for one step alone
+    seed: int
+    step: int  # the first of those that draw the same
+    layer: int
+    device: torch.device
+    shared: int = 1  # number of steps that draw the same; 0 is all of them
+    ahead: Any = None  # `runtime.memory.RunDraws`, with what is drawn for later steps too; None is this step alone
+    anew: bool = False  # whether what was prepared holds for one step alone
+
+    def __post_init__(self) -> None:
+        self.step = self.step // self.shared * self.shared if self.shared else 0
 
     @property
     def once(self) -> Draws:
@@ -196,6 +190,9 @@ class Attention:
     joint: ClassVar[bool] = False
     empty: ClassVar[bool] = False
     aliases: ClassVar[Mapping[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        errors.fields(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared | None:
         """Work out what holds for a whole step of a layer.
@@ -319,12 +316,12 @@ class Attention:
 
 @contextmanager
 def in_one_line(what: str) -> Iterator[None]:
-    """Turn what somebody's class raises, but our errors and those of memory, into an error that says what failed."""
+    """Turn what somebody's code raises, but our errors and those of memory, into an error that says what failed."""
     try:
         yield
     except ElfattError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if errors.is_out_of_memory(error):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
-from elfatt_sd import errors
 from elfatt_sd.attention.joint import Keys, elfatt_joint_attention, exact_attention
 from elfatt_sd.attention.ordering import (
     BlockOrder,
@@ -26,36 +24,6 @@ from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, P
 
 AgentSource = Literal["pooled", "merged"]
 Split = Literal["auto", "heads", "channels"]
-
-
-_RULES: dict[Any, Callable[..., None]] = {  # by the type of a setting; a field's metadata has other limits
-    int: functools.partial(errors.whole, low=1),
-    bool: errors.flag,
-    float: functools.partial(errors.real, low=0.0, high=1.0),
-}
-
-
-@functools.cache
-def _rules(kind: type[Any]) -> dict[str, Callable[[str, Any], None]]:
-    """Return what checks each setting of a class of this package, or of the nearest one that a user's comes from."""
-    own = next(each for each in kind.__mro__ if each.__module__.startswith(__package__))
-    hints, rules = get_type_hints(own), dict[str, Callable[[str, Any], None]]()
-    for each in dataclasses.fields(own):
-        choices = get_args(hints[each.name])
-        hint = choices[0] if type(None) in choices else hints[each.name]
-        rule = _RULES.get(hint) or functools.partial(errors.choice, accepted=get_args(hint))
-        rules[each.name] = functools.partial(rule, **each.metadata)
-    return rules
-
-
-def check_settings(attention: Attention) -> None:
-    """Check the settings of one of the package's attentions; None is fine where it is the default."""
-    kind: Any = type(attention)
-    rules = _rules(kind)
-    for field in dataclasses.fields(attention):
-        value = getattr(attention, field.name)
-        if field.name in rules and (value is not None or field.default is not None):
-            rules[field.name](field.name, value)
 
 
 @dataclass(frozen=True)
@@ -109,9 +77,6 @@ class Agents(Attention):
 
     # settings of `Elfatt` alone: here, all heads attend through agents
     agent_share, block_size, redraw, split = 1.0, 1, True, "auto"
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Order the tokens block by block; without blocks, so that those of one pool lie together."""
@@ -211,9 +176,6 @@ class Blocks(Attention):
     block_order: BlockOrder = "sequence"
     second_order: BlockOrder | None = None
     redraw: bool = True
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def accepts(self, merge: Merge) -> None:
         if self.second_order is not None and merge.ratio > 0:

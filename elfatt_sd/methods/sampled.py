@@ -24,7 +24,7 @@ from elfatt_sd.attention.ordering import (
 )
 from elfatt_sd.attention.softmax import TRITON, sampled_attention, triton_takes
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size, span
-from elfatt_sd.methods.published import check_settings, order_tokens
+from elfatt_sd.methods.published import order_tokens
 
 
 @dataclass
@@ -66,9 +66,6 @@ class Sampled(Attention):
     lattice: bool = True
     redraw: bool = True
     weighted: bool = True
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         """Draw the keys of every group, and put the queries in the order of their groups."""
@@ -156,9 +153,6 @@ class CellSpread(Attention):
     cell: int | None = None
     weighted: bool = True
     redraw: bool = True
-
-    def __post_init__(self) -> None:
-        check_settings(self)
 
     def prepare(self, grid: Grid, draws: Draws) -> Prepared:
         draws = draws if self.redraw else draws.once

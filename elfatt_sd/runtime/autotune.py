@@ -66,41 +66,30 @@ class Decision:
         return times if self.pays else f"left alone: {times}" + ", undecided" * (not self.settled)
 
 
-@dataclasses.dataclass
-class Decisions:
-    """Decisions made on this machine, in memory and in a file that processes share."""
-
-    path: Path
-    _known: dict[str, Decision] = dataclasses.field(default_factory=dict)
-
-    def get(self, key: str) -> Decision | None:
-        if key not in self._known:
-            self._known = self._read() | self._known
-        return self._known.get(key)
-
-    def put(self, key: str, decision: Decision) -> None:
-        """Keep a decision, in the file only a settled one."""
-        self._known[key] = decision
-        if decision.settled:
-            kept = {**self._read(), key: decision}
-            with contextlib.suppress(OSError):  # it only costs another measurement next time
-                write_json(self.path, {known: dataclasses.asdict(value) for known, value in kept.items()})
-
-    def _read(self) -> dict[str, Decision]:
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            kept = json.loads(self.path.read_text(encoding="utf-8"))
-            return {key: Decision(**value) for key, value in kept.items()}
-        return {}
+def read_decisions(path: Path) -> dict[str, Decision]:
+    """Return the decisions in a file that processes share; a damaged one counts as empty."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        return {key: Decision(**value) for key, value in json.loads(path.read_text(encoding="utf-8")).items()}
+    return {}
 
 
-_decisions = functools.cache(Decisions)  # a plan and the patch after it decide alike, also where nothing is settled
+_decisions = functools.cache(read_decisions)  # a plan and the patch after it decide alike, also without a clear result
+
+
+def keep_decision(path: Path, key: str, decision: Decision) -> None:
+    """Keep a decision, in the file only a settled one."""
+    _decisions(path)[key] = decision
+    if decision.settled:
+        kept = {**read_decisions(path), key: decision}
+        with contextlib.suppress(OSError):  # it only costs another measurement next time
+            write_json(path, {known: dataclasses.asdict(value) for known, value in kept.items()})
 
 
 class Tuner:
     def __init__(self, denoiser: nn.Module) -> None:
         self.compiling = False  # whether a call comes from torch.compile, wherever that was applied
         self._denoiser = denoiser
-        self._decisions = _decisions(cache_folder() / "autotune.json")
+        self._path = cache_folder() / "autotune.json"
         self._keys: dict[object, str] = {}  # by all that can change from call to call
 
     def pays(self, state: LayerCall, phase: Phase, sample: Tensor) -> bool:
@@ -121,7 +110,7 @@ class Tuner:
         if (where, given) not in self._keys:
             self._keys[where, given] = decision_key(state, phase, sample)
         key = self._keys[where, given]
-        decision = self._decisions.get(key)
+        decision = _decisions(self._path).get(key)
         if decision is None:
             try:
                 decision = self._measure(state, phase, sample)
@@ -129,7 +118,7 @@ class Tuner:
                 if not is_out_of_memory(error):
                     raise
                 decision = Decision(obstacle="memory ran out in the measurement")
-            self._decisions.put(key, decision)
+            keep_decision(self._path, key, decision)
         return decision
 
     def _measure(self, state: LayerCall, phase: Phase, sample: Tensor) -> Decision:

@@ -21,7 +21,7 @@ from elfatt_sd.attention.ordering import order_merged
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.families.joint import exact_function, with_attention
 from elfatt_sd.runtime.call import LayerCall, attend, rounded
-from elfatt_sd.runtime.layer import STATE, Processor, skipped_like, stand_in
+from elfatt_sd.runtime.layer import STATE, Processor, called_like, stand_in
 from elfatt_sd.runtime.processor import LayerInCall
 
 Exact = Callable[..., Tensor]
@@ -53,7 +53,7 @@ class JointProcessor(Processor):
     def __reduce__(self) -> tuple[Any, ...]:
         return joint_processor_for, (self.original,)
 
-    def apply(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, attn: Any, *args: Any, **kwargs: Any) -> Any:
         state: LayerCall | None = attn.elfatt_state.state if hasattr(attn, STATE) else None
         if state is None or state.phase.exact:
             return self.original(attn, *args, **kwargs)
@@ -110,30 +110,18 @@ class JointProcessor(Processor):
 
 def joint_processor_for(original: Any) -> JointProcessor:
     kind: Any = type(original)
-    return _class_for(kind, kind.__call__)(original)
+    made: JointProcessor = _class_for(kind, kind.__call__)(original)
+    return made
 
 
 @functools.cache
-def _class_for(kind: Any, call: Callable[..., Any]) -> type[JointProcessor]:
+def _class_for(kind: Any, call: Callable[..., Any]) -> Any:
     """Return the class of processors that stand in for those of a kind; its call has their signature."""
-    parameters = list(inspect.signature(call).parameters.values())[2:]  # after self and attn
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    first, *named = (each.name for each in parameters if each.kind not in stars)
-    others = "".join(f", {stars[each.kind]}{each.name}" for each in parameters if each.kind in stars)
-    wanted = f", {first}" + "".join(f", {name}=None" for name in named)
-    given = "".join(f", {name}" if "*args" in others else f", {name}={name}" for name in (first, *named))
-    made: dict[str, Any] = {}
-    exec(f"def __call__(self, attn{wanted}{others}):\n    return self.apply(attn{given}{others})", made)
-
-    class JointProcessorOf(JointProcessor):
-        __call__ = made["__call__"]
-
-    JointProcessorOf.__name__ = JointProcessor.__name__
+    made = called_like(JointProcessor, kind, inspect.signature(call))
     for name in filter(functools.partial(hasattr, kind), _FORWARDED):
         write = functools.partial(lambda name, own, value: setattr(own.original, name, value), name)
-        setattr(JointProcessorOf, name, property(operator.attrgetter(f"original.{name}"), write))
-    skipped_like(JointProcessorOf, kind)
-    return JointProcessorOf
+        setattr(made, name, property(operator.attrgetter(f"original.{name}"), write))
+    return made
 
 
 def _attend(exact: Exact, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:

@@ -18,6 +18,7 @@ from elfatt_sd.config import Method, PatchConfig, for_transformers
 from elfatt_sd.devices import is_exporting, refuse_tracing
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import SelfAttention, family_of, find_layers, levels_of, replaceable, select_layers, unwrap
+from elfatt_sd.families.cuts import put_back
 from elfatt_sd.methods import Attention, is_own
 from elfatt_sd.methods.conformance import check
 from elfatt_sd.phases import Phase, Settings
@@ -284,6 +285,19 @@ def skipped_like(ours: type, kind: type) -> None:
         AttentionProcessorRegistry.register(ours, AttentionProcessorRegistry.get(kind))
 
 
+def called_like(base: type, kind: type, signature: inspect.Signature) -> Any:
+    """Return a class of processors in the place of a kind; in its signature diffusers looks up what to hand over."""
+    own: Any = base.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    made = type(base.__name__, (base,), {"__call__": call})
+    skipped_like(made, kind)
+    return made
+
+
 def refuse_context_parallel(module: nn.Module) -> None:
     """Refuse a denoiser whose tokens are divided among processes: a method would sample those of one."""
     config = getattr(module, "_parallel_config", None)
@@ -303,20 +317,14 @@ def around_forward(
     module: Any, around: Callable[[Callable[[], Any]], Any], name: str = "forward"
 ) -> Callable[[], None]:
     """Let a function decide what a module's forward, or another method, returns, also in calls that have no hooks."""
-    forward, own = getattr(module, name), module.__dict__.get(name)
+    forward, own = getattr(module, name), vars(module).get(name)
 
     @functools.wraps(forward)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return around(functools.partial(forward, *args, **kwargs))
 
-    def put_back() -> None:
-        if own is None:
-            delattr(module, name)
-        else:
-            setattr(module, name, own)
-
     setattr(module, name, wrapped)
-    return put_back
+    return functools.partial(put_back, module, wrapped, forward, own, name)
 
 
 def after_forward(module: Any, after: Callable[[Callable[[], Any], Any], None]) -> Callable[[], None]:

@@ -22,7 +22,7 @@ from elfatt_sd.attention.ordering import order_merged
 from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.phases import DENSE, Phase
 from elfatt_sd.runtime.call import Call, LayerCall, attend, rounded
-from elfatt_sd.runtime.layer import STATE, PatchedLayer, Processor, skipped_like, stand_in
+from elfatt_sd.runtime.layer import STATE, PatchedLayer, Processor, called_like, skipped_like, stand_in
 
 _DEFAULT: Any = AttnProcessor2_0
 
@@ -77,20 +77,11 @@ def processor_for(accepted: frozenset[str]) -> type[ElfattProcessor]:
     if not more:
         skipped_like(ElfattProcessor, AttnProcessor2_0)
         return ElfattProcessor
-
-    class ElfattProcessorWithNames(ElfattProcessor):
-        def __call__(self, *args: Any, **named: Any) -> Tensor:
-            return ElfattProcessor.__call__(self, *args, **named)
-
-        def __reduce__(self) -> tuple[Any, ...]:
-            return _rebuilt, (accepted,)
-
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in more]
     parameters = [parameter for name, parameter in own.items() if name != "others"]
-    ElfattProcessorWithNames.__call__.__signature__ = inspect.Signature([*parameters, *keywords])  # type: ignore[attr-defined]
-    ElfattProcessorWithNames.__name__ = ElfattProcessor.__name__
-    skipped_like(ElfattProcessorWithNames, AttnProcessor2_0)
-    return ElfattProcessorWithNames
+    made = called_like(ElfattProcessor, AttnProcessor2_0, inspect.Signature([*parameters, *keywords]))
+    made.__reduce__ = lambda self: (_rebuilt, (accepted,))
+    return made  # type: ignore[no-any-return]
 
 
 def _rebuilt(accepted: frozenset[str]) -> ElfattProcessor:

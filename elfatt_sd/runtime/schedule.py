@@ -99,16 +99,14 @@ class Schedule:
     lead to the call, from the innermost outwards, and on the patched pipeline's at last.
     """
 
-    def __init__(self, find_scheduler: Callable[[], Any], trained_on_noise_levels: bool = False) -> None:
+    def __init__(self, find_scheduler: Callable[[], Any]) -> None:
         self._find_scheduler = find_scheduler
-        self._noise_levels = trained_on_noise_levels
         self._runs: weakref.WeakKeyDictionary[threading.Thread, list[Run]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._values: tuple[object, list[float]] = None, []  # of a schedule on a device, read once
-        self._loop = threading.local()  # its `value`: the latest timestep of a loop of one's own, on no schedule
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Schedule, (self._find_scheduler, self._noise_levels)
+        return Schedule, (self._find_scheduler,)
 
     @property
     def run(self) -> Run:
@@ -188,29 +186,25 @@ class Schedule:
             return None
         half = isinstance(timestep, torch.Tensor) and timestep.dtype in (torch.float16, torch.bfloat16)
         rounding = torch.finfo(timestep.dtype).eps if half else 0.0
-        latest = getattr(self._loop, "value", None)
-        goes_on = unit is None and latest is not None and 0 <= value <= latest
         best, agrees = None, -1
         for group in self._known():
             for scheduler, timesteps in group:
-                found = self._on_schedule(value, rounding, scheduler, timesteps, unit, goes_on)
+                found = self._on_schedule(value, rounding, scheduler, timesteps, unit)
                 if found is not None and (more := self._agreement(found)) > agrees:
                     best, agrees = found, more
             if agrees > 1:  # it is this function's
                 break
         if best is not None:
-            self._loop.value = value if goes_on and best.unit is None else None
             return best
         # its place among all timesteps that a model was trained on, from the noisiest one
         caller = self._caller()
-        steps, certain = _train_steps(caller), unit is not None or goes_on
+        steps = _train_steps(caller)
         if unit is not None:  # a fraction of the run
             value = steps * (value if unit == FRACTION else 1 - value)
-        known = certain or isinstance(value, int) or value > _largest_noise(caller)
-        if self._noise_levels or not known or not 0 <= value < steps + certain:
-            self._loop.value, self.run.strange = None, _timesteps(caller)
+        known = unit is not None or isinstance(value, int) or value > _largest_noise(caller)
+        if not known or not 0 <= value < steps + (unit is not None):
+            self.run.strange = _timesteps(caller)
             return _Found(BEYOND)
-        self._loop.value = None if unit is not None or isinstance(value, int) else value
         return _Found(Position(int(steps - 1 - value) if value < steps - 1 else 0, steps, scheduled=False))
 
     def _on_schedule(
@@ -220,12 +214,11 @@ class Schedule:
         scheduler: Any,
         timesteps: torch.Tensor,
         unit: int | None,
-        plain: bool,
     ) -> _Found | None:
-        """Look a value up in all units, first in that of the run first; an `int` or a `plain` one is a timestep."""
+        """Look a value up in all units, first in that of the run first; an `int` is a timestep."""
         known, run = self._on_host(timesteps), self._run_over(timesteps)
         own = run.unit if run.is_over(timesteps) else None
-        others = () if isinstance(value, int) or plain else enumerate(_other_units(scheduler, known))
+        others = () if isinstance(value, int) else enumerate(_other_units(scheduler, known))
         strange = run.strange is timesteps and own is None  # what now is in one of those, is so by chance
         levels: dict[int | None, Sequence[float]] = {None: known, **(dict(others) if not strange else {})}
         if unit is not None:

@@ -46,7 +46,7 @@ from elfatt_sd.tuning.proof import (
     check_wanted,
     measure_named,
 )  # fmt: skip
-from elfatt_sd.tuning.runs import Deviation, Drawn, DrawSettings, Runs, Sample, Store, fingerprint, short_hash
+from elfatt_sd.tuning.runs import Drawn, DrawSettings, Runs, Sample, Store, fingerprint, short_hash
 from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
 SEARCHED, IMAGES = 3, 24  # images of the search, and of the proof at most
@@ -70,7 +70,7 @@ LEAST_SLOPE = 0.3  # dB of held-out images for each that is predicted, of which 
 NEAR = 3.0  # dB above what was aimed at, at which a faster choice is looked for
 LEAST_LACK = 1.0  # dB that a choice is closer than one that was not proved
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
-_FIGURES = 6  # version of what is measured
+_FIGURES = 7  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
 
 
@@ -162,7 +162,6 @@ def tune(
         search = Search(runs, samples, budget, measure, store, reuse)
         search.measure_untouched()
         search.measure_layers()
-        search.check_reachable()
         for name, config in known:
             compared = search.samples[:_COMPARED]
             runs.stage(f"running {name}", len(compared))
@@ -247,12 +246,12 @@ class Search:
             shutil.rmtree(self.store.folder, ignore_errors=True)  # the model repeats itself: it is another one
             drawn = self.store.drawn(first, lambda: recorded)
         self.floor = self.measure.between(drawn, again)  # closeness of two untouched images of the same seed
-        draw = self.runs.draw_recorded
-        self.untouched = [drawn, *(self.store.drawn(each, functools.partial(draw, each)) for each in others)]
+        more = (self.store.drawn(each, functools.partial(self.runs.draw_recorded, each)) for each in others)
+        self.untouched: list[Drawn] = [drawn, *more]
         fresh = drawn.seconds == recorded.seconds  # seconds that are kept are those of another time
         self._seconds = [again.seconds, *(each.seconds for each in self.untouched[1:] if fresh)]  # the first warms up
         self.seconds = statistics.median(self._seconds)  # of an untouched image
-        kept = ((number, self.store.image(sample)) for number, sample in enumerate(self.held_out))
+        kept = ((number, self.store.drawn(sample)) for number, sample in enumerate(self.held_out))
         self.held_out_untouched |= {number: image for number, image in kept if image is not None}
         self._pace = self.runs.pace()  # seconds of a step at that time
         self.calls = len(self.runs.pipe.scheduler.timesteps)
@@ -299,13 +298,13 @@ class Search:
         plan = reused_steps(config.reuse, self.calls)
         begin = max(0, next(step for step, each in enumerate(plan) if each is not None) - EARLIER)
         with CallTimer(step_denoisers(self.runs.pipe).values(), self.runs.device) as timer:
-            far = self.runs.deviation(begin, sample, config)
+            mse = self.runs.deviation(begin, sample, config)
         seconds = timer.each()
         calls = max(1, -(-len(seconds) // self.calls))  # of a step
         steps = [(plan[place // calls], each) for place, each in enumerate(seconds) if place // calls >= begin]
         taken, whole = ([each for now, each in steps if (now is not None) == reuses] for reuses in (True, False))
         saved = len(taken) * (statistics.median(whole) - statistics.median(taken)) if taken and whole else 0.0
-        return saved, far.mse
+        return saved, mse
 
     def _probe(self) -> Any:
         effects, scale = round(_EFFECTS * self.calls), self.runs.settings.guidance
@@ -325,8 +324,7 @@ class Search:
                 name = f"alone-{short_hash(config.to_dict(), 12)}-{image}"
                 step, sample = self.stretches[number].first, self.samples[image]
                 draw = functools.partial(self.runs.deviation, step, sample, config)
-                far = self.store.known(name, draw, lambda data: Deviation(*map(float, data)))
-                self.model.calibrate(number, image, far, phases)
+                self.model.calibrate(number, image, self.store.known(name, draw, float), phases)
         self.model.fit()
         self.curve = self.model.curve()
 
@@ -342,28 +340,10 @@ class Search:
         self.points.append(Point(name, config, predicted, close, speed, busy([self._seconds, paces, seconds])))
         return self.points[-1]
 
-    def _try(self, choice: Choice) -> Point:
-        point = self.run_config("tuned", self.model.chosen(choice), choice.psnr, self.samples)
-        self._learn_speed(point, choice)
-        return point
-
     def _learn_speed(self, point: Point, choice: Choice) -> None:
         """Learn what part of the predicted seconds a run really saves."""
         saved = self.seconds * (1 - 1 / point.times)
         self.realised = min(1.5, max(0.2, saved / max(choice.saved, 1e-9)))
-
-    def check_reachable(self) -> None:
-        """Refuse a speed that no choice has; where the prediction falls short of it, the fastest choice is run."""
-        speed, fastest = self.budget.speed, self.curve[-1]
-        if speed is None or self.seconds >= speed * (self.seconds - fastest.saved):
-            return
-        self.runs.stage("running the fastest choice", len(self.samples))
-        point = self._try(fastest)
-        if point.times < speed:
-            raise ElfattFailure(
-                f"speed={speed:g} is not reached: the fastest choice is {point.times:.2f} times as fast as untouched, "
-                f"at {self.measure.words(point.mean)}; ask for less, or for larger images."
-            )
 
     # How a choice is made.
 
@@ -456,7 +436,7 @@ class Search:
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.runs.stage(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
             tried.append(choice.psnr)
-            self._try(choice)
+            self._learn_speed(self.run_config("tuned", self.model.chosen(choice), choice.psnr, self.samples), choice)
             choice = self.choose()
             fastest = max((rival.times for rival in self._rivals()), default=0.0)
             if not self.budget.by_speed and fastest * WORTH >= self._times(choice):

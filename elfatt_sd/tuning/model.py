@@ -19,7 +19,6 @@ import numpy as np
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.phases import LayerPhases, Phase, StepReuse, reused_steps
 from elfatt_sd.tuning.probe import EXACTLY, Candidate, LayerFigures, Stretch, candidates, slow_layers
-from elfatt_sd.tuning.runs import Deviation
 
 _SLOPES = 400  # prices of an error that are tried
 _LEAST_MSE = 1e-6  # of an image; less cannot be told from nothing
@@ -27,7 +26,6 @@ _DAMPED = 0.5  # power of a layer's effect on the denoiser's output, to which it
 _FIXED = 10.0  # times as much is done to the image by errors that are not drawn at random, than their size says
 _NOISE = 0.7  # standard deviation of the logarithm of an image's squared error, where all is as predicted
 _SCATTER, _SCATTER_SPREAD = 5.0, 1.5  # `r` where nothing is known of it, and the standard deviation of its logarithm
-_ROUNDING = 0.3  # `a` where nothing is known of it
 _NOTHING: Mapping[int, StepReuse] = {}
 _SCATTERS = np.geomspace(0.1, 100, 31)  # that are tried
 
@@ -58,7 +56,7 @@ class Choice:
     options: Mapping[tuple[str, int], Option]  # by layer and stretch
     saved: float  # seconds of an image, predicted
     mse: float  # of the image, predicted
-    psnr: float  # of the image of 8 bits in dB, predicted
+    psnr: float  # of the image in dB, predicted
     reuse: tuple[ReuseOption, ...] = ()  # by stretch
 
 
@@ -70,7 +68,6 @@ class _Run(NamedTuple):
     total: float  # what its errors do to the image, before `B`, as they add up over steps
     scatter: float  # likewise, as they scatter about their mean
     mse: float  # logarithm of the mean squared error of the image
-    rounding: float  # what rounding to 8 bits adds to that error; see `Predictor`
 
 
 class Predictor:
@@ -78,9 +75,6 @@ class Predictor:
 
     `MSE = sum of B_s w_ls (|sum of E|^2 + r * sum of |E - mean of E|^2) / N` over layers l and stretches s of N steps,
     for the errors `E` of a layer in these steps, and its effect `w` on the image. See docs/tuning.md.
-
-    Rounding to 8 bits turns a small error `e` of a pixel into 1 with probability `|e|`, and adds 1/6 to large squares:
-    8-bit images have `MSE + a sqrt(MSE) / (1 + 6 a sqrt(MSE))`. How evenly errors lie on an image decides `a`.
     """
 
     def __init__(
@@ -101,17 +95,13 @@ class Predictor:
         self.reused: dict[tuple[int, StepReuse], dict[int, tuple[float, float]]] = {}
         self.scale = [1.0] * len(stretches)  # `B`, by stretch
         self.scatter = _SCATTER  # `r`
-        self.rounding = _ROUNDING  # `a`
 
-    def calibrate(self, stretch: int, image: int, far: Deviation, phases: Mapping[str, Candidate]) -> None:
+    def calibrate(self, stretch: int, image: int, mse: float, phases: Mapping[str, Candidate]) -> None:
         """Learn a stretch's part in the image from a run in which it alone is approximated; see `fit`."""
         parts = [self._parts(name, stretch, each) for name, each in phases.items()]
         total, scatter = (sum(column) for column in zip(*parts, strict=True)) if parts else (0.0, 0.0)
         if total > 0 and math.isfinite(total + scatter):
-            mse = max(far.mse, _LEAST_MSE)
-            added = min(max(far.rounded - far.mse, 0.0), 0.15)
-            rounding = added / (1 - 6 * added) / math.sqrt(mse)
-            self._runs.append(_Run(stretch, image, total, scatter, math.log(mse), rounding))
+            self._runs.append(_Run(stretch, image, total, scatter, math.log(max(mse, _LEAST_MSE))))
 
     def fit(self) -> None:
         """Find `B` and `r` by least squares of logarithms, for an image like the mean of those that were drawn."""
@@ -133,7 +123,6 @@ class Predictor:
         own[[number for number in range(stretches) if number not in seen]] = own[seen].mean()
         drawn = logs[sorted({stretches + run.image for run in self._runs})].mean()
         self.scale = [math.exp(each + drawn) for each in own]
-        self.rounding = statistics.median(run.rounding for run in self._runs)
 
     def _parts(self, layer: str, stretch: int, candidate: Candidate) -> tuple[float, float]:
         """Return what a layer's error does to the image, damped towards the mean of all layers, and its scatter."""
@@ -290,9 +279,7 @@ class Predictor:
         saved = sum(option.saved * reuse[number].computed for (_, number), option in picked.items())
         saved += sum(each.saved for each in reuse)
         mse = sum(each.mse for each in picked.values()) + sum(each.mse for each in reuse)
-        added = self.rounding * math.sqrt(mse)
-        rounded = mse + added / (1 + 6 * added)
-        return Choice(picked, saved, mse, math.inf if rounded <= 0 else 10 * math.log10(255**2 / rounded), reuse)
+        return Choice(picked, saved, mse, math.inf if mse <= 0 else 10 * math.log10(255**2 / mse), reuse)
 
     def chosen(self, choice: Choice) -> PatchConfig:
         taken = {number: each.reuse for number, each in enumerate(choice.reuse) if each.reuse is not None}

@@ -46,8 +46,6 @@ _MORE_PRECISE_FIRST: tuple[Narrower, ...] = ("float16", "bfloat16")
 _PLACEHOLDER = PatchConfig(
     "probe", residual_limit=10**6, per_layer=(LayerPhases("*", (Phase(1.0, "reuse", residual_steps=2),)),)
 )
-AfterLayer = Callable[[LayerCall, Callable[[], Any], Any], None]
-AfterCall = Callable[[Call, Callable[[], Any], Any], None]
 _Key = tuple[str, tuple[int, int], int]  # a layer, which of its calls in the step, and an approximation
 
 
@@ -215,19 +213,15 @@ class Stretch:
 class ExactRun:
     """Watches all self-attention layers within a `with` block, while a pipeline runs; the exact output goes on."""
 
-    def __init__(
-        self,
-        pipe: Any,
-        denoisers: Mapping[str, nn.Module],
-        after_layer: AfterLayer,
-        after_call: AfterCall | None = None,
-    ) -> None:
+    see_layer: Any = None  # told of a layer's call that is over: its state, what makes it again, and its output
+    see_call: Any = None  # likewise, of the denoiser's
+
+    def __init__(self, pipe: Any, denoisers: Mapping[str, nn.Module]) -> None:
         chosen = choose_layers(dict(denoisers), _PLACEHOLDER)
         self._schedule = Schedule(Owner(pipe))
         self._patches = {
             name: Patch(_PLACEHOLDER, chosen[name], denoiser, self._schedule) for name, denoiser in denoisers.items()
         }
-        self._after_layer, self._after_call = after_layer, after_call
         self._undo = contextlib.ExitStack()
         self._busy = False
 
@@ -243,10 +237,10 @@ class ExactRun:
                 undo.callback(patch.remove)
                 patch.watched, patch.pays = True, lambda *_: False  # every layer stays exact
                 for layer in patch.layers:
-                    after = functools.partial(self._after, layer, "state", self._after_layer)
+                    after = functools.partial(self._after, layer, "state", self.see_layer)
                     undo.callback(after_forward(layer.layer.attention, after))
-                if self._after_call is not None and takes_steps(name):
-                    after = functools.partial(self._after, patch, "call", self._after_call)
+                if self.see_call is not None and takes_steps(name):
+                    after = functools.partial(self._after, patch, "call", self.see_call)
                     undo.callback(after_forward(patch.module, after))
             self._undo = undo.pop_all()
         return self
@@ -290,7 +284,7 @@ class Probe(ExactRun):
 
     def __init__(self, pipe: Any, stretches: list[Stretch], *, effects: int = 0, scale: float | None = None) -> None:
         self._denoisers = find_denoisers(pipe)
-        super().__init__(pipe, self._denoisers, self._see_layer, self._see_call)
+        super().__init__(pipe, self._denoisers)
         self._stretches = stretches
         self._effects = effects
         self._scale = scale
@@ -303,7 +297,7 @@ class Probe(ExactRun):
         places = ((number, step - stretch.first) for number, stretch in enumerate(self._stretches))
         return next((place for place in places if place[1] in self._stretches[place[0]].probed), None)
 
-    def _see_layer(self, state: LayerCall, again: Callable[[], Any], output: Any) -> None:
+    def see_layer(self, state: LayerCall, again: Callable[[], Any], output: Any) -> None:
         place = self._place(state.call.step)
         if place is None:
             return
@@ -374,7 +368,7 @@ class Probe(ExactRun):
             left = float((part.joined - known.given).square().mean()) * values / size
             figures.errors[stretch, key[2], since, True].append(left)
 
-    def _see_call(self, call: Call, again: Callable[[], Any], output: Any) -> None:
+    def see_call(self, call: Call, again: Callable[[], Any], output: Any) -> None:
         """Measure what an error of each layer does to the denoiser's output."""
         place = self._place(call.step)
         slow, stretches = slow_layers(self.figures), len(self._stretches)

@@ -6,7 +6,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -18,12 +18,14 @@ from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.measure import student_quantile
+from elfatt_sd.methods.base import in_one_line
 from elfatt_sd.tuning.runs import Drawn, Sample
 
 Metric = Literal["psnr", "ssim", "lpips", "dists"]
 Compare = Callable[[Image.Image, Image.Image], float]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 _RANGES = {"psnr": (0.0, 100.0), "ssim": (-1.0, 1.0)}  # distances have no greatest value
+_ANY = {"low": -math.inf, "high": math.inf}  # its range is that of the measure
 FEWEST, EVERY = 8, 4  # images before the first look at them, and from one look to the next
 SHARES = (0.5, 0.25, 0.25)  # of the error that a promise may have, for the first choice that is proved, and the next
 LEAST_SKEW = 0.5  # to far, of the distribution of closeness: few images do not show what is rare
@@ -37,11 +39,15 @@ class Budget:
 
     # to the untouched image of the same seed, at least (at most, for a measure of distance); a mean over images, in the
     # measure's unit
-    closeness: float | None = None
-    speed: float | None = None  # times as fast as the untouched pipeline, at least
-    memory: float | None = None  # GiB at the peak of an image, at most; of the process on a CPU
-    lowest: float | None = None  # closeness of every image, at least (at most, for a measure of distance)
-    confidence: float = 0.9  # with which closeness and speed are promised
+    closeness: float | None = field(default=None, metadata=_ANY)
+    # times as fast as the untouched pipeline, at least
+    speed: float | None = field(default=None, metadata={"low": 1.0, "high": 100.0})
+    # GiB at the peak of an image, at most; of the process on a CPU
+    memory: float | None = field(default=None, metadata={"high": 10**6})
+    # closeness of every image, at least (at most, for a measure of distance)
+    lowest: float | None = field(default=None, metadata=_ANY)
+    # with which closeness and speed are promised
+    confidence: float = field(default=0.9, metadata={"low": 0.5, "open_high": True})
 
     def __post_init__(self) -> None:
         if self.closeness is None and self.speed is None and self.lowest is None:
@@ -49,17 +55,7 @@ class Budget:
                 "there is no budget; give closeness (35 dB PSNR, for instance), lowest (28, for the worst image), or "
                 "speed (1.5)."
             )
-        for name in ("closeness", "lowest"):
-            value = getattr(self, name)  # its range is that of the measure
-            if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
-                raise ElfattError(f"{name}={value!r} is not accepted; give a number.")
-        if self.speed is not None:
-            checks.real("speed", self.speed, 1.0, 100.0)
-        if self.memory is not None:
-            checks.real("memory", self.memory, 0.0, 10**6)
-        sure = self.confidence
-        if not isinstance(sure, int | float) or not 0.5 < sure < 1:
-            raise ElfattError(f"confidence={sure!r} is not accepted; give a number between 0.5 and 1, such as 0.9.")
+        checks.fields(self)
 
     @property
     def by_speed(self) -> bool:
@@ -119,12 +115,9 @@ class Measure:
 
     def between(self, untouched: Drawn, other: Drawn) -> float:
         """Return how close two images, or the frames of two clips, are."""
-        try:
+        with in_one_line(f"metric {self.name!r} cannot compare two images"):
             pairs = zip(untouched.frames, other.frames, strict=True)
             value = float(np.mean([float(self.compare(one, two)) for one, two in pairs]))
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            raise ElfattError(f"metric {self.name!r} cannot compare two images ({reason}).") from error
         if math.isnan(value) or (math.isinf(value) and not untouched.same(other)):
             raise ElfattError(
                 f"metric {self.name!r} gives {value} for two images; give one that always gives a number."

@@ -10,7 +10,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.plans import input_grid
 from elfatt_sd.runtime.layer import around_forward
 
-Read = TypeVar("Read")
 _CPU = torch.device("cpu")
 
 
@@ -67,13 +66,6 @@ def png(image: Image.Image, most: int | None = None) -> bytes:
         shown.thumbnail((most, most))
     shown.save(file, format="PNG")
     return file.getvalue()
-
-
-class Deviation(NamedTuple):
-    """How far an image is from the untouched one, in squares of values from 0 to 255."""
-
-    mse: float  # mean squared error of pixels before they are rounded
-    rounded: float  # that of the 8-bit images
 
 
 @dataclass(frozen=True)
@@ -121,10 +113,12 @@ class Store:
         self.folder = cache_folder() / "tune" / short_hash(key)
         self._warned = False
 
-    def known(self, name: str, make: Callable[[], Any], read: Callable[[Any], Read]) -> Read:
+    def known(self, name: str, make: Callable[[], Any] | None, read: Callable[[Any], Any]) -> Any:
         """Return what is kept under a name; it is made and kept if it is not there, or is damaged."""
-        if (kept := self._kept(name, read)) is not None:
-            return kept
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
+            return read(json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8")))
+        if make is None:
+            return None
         made = make()
         try:
             write_json(self.folder / f"{name}.json", made)
@@ -135,18 +129,9 @@ class Store:
             self._warned = True
         return read(made)
 
-    def drawn(self, sample: Sample, make: Callable[[], Drawn]) -> Drawn:
-        """Return the untouched image of a sample, in the same way."""
-        return self.known(f"image-{short_hash(sample)}", lambda: make().to_dict(), Drawn.from_dict)
-
-    def image(self, sample: Sample) -> Drawn | None:
-        """Return the untouched image of a sample, if it is kept."""
-        return self._kept(f"image-{short_hash(sample)}", Drawn.from_dict)
-
-    def _kept(self, name: str, read: Callable[[Any], Read]) -> Read | None:
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, LookupError):
-            return read(json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8")))
-        return None
+    def drawn(self, sample: Sample, make: Callable[[], Drawn] | None = None) -> Any:
+        """Return the untouched image of a sample, in the same way; None where it is not there and nothing makes it."""
+        return self.known(f"image-{short_hash(sample)}", make and (lambda: make().to_dict()), Drawn.from_dict)
 
 
 def short_hash(data: Any, digits: int = 20) -> str:
@@ -230,12 +215,10 @@ class Runs:
                 undo.callback(around_forward(module, around))
             yield
 
-    def deviation(self, step: int, sample: Sample, config: PatchConfig) -> Deviation:
-        """Return how far an image goes that is drawn with a patch which is exact before a step."""
+    def deviation(self, step: int, sample: Sample, config: PatchConfig) -> float:
+        """Return the mean squared error of an image, from 0 to 255, that is drawn with a patch exact before a step."""
         pixels = self.draw_from(step, sample, config).pixels
-        untouched = self._recorded[sample].pixels.astype(np.float64)
-        errors = untouched - pixels, untouched.round() - pixels.round()
-        return Deviation(*(float(np.mean(each**2)) for each in errors))
+        return float(np.mean((self._recorded[sample].pixels.astype(np.float64) - pixels) ** 2))
 
     def pace(self) -> float:
         """Return the seconds of an untouched image's last step, which tell how fast the machine is at the moment.

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import itertools
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import need
@@ -19,7 +18,7 @@ from elfatt_sd.evaluation.report.page import STYLE, flatten, page_template
 from elfatt_sd.files import write_file
 from elfatt_sd.measure import Spread
 from elfatt_sd.patch import apply_patch, remove_patch
-from elfatt_sd.phases import LayerPhases, Phase, reused_steps, words_of_reuse
+from elfatt_sd.phases import Phase, reused_steps, words_of_reuse
 from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Proof, peak_of
 from elfatt_sd.tuning.runs import png
@@ -27,9 +26,8 @@ from elfatt_sd.tuning.runs import png
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_CHOSEN, _MAP, _TRIED = METHODS[1], METHODS[0], METHODS[5]
+_CHOSEN, _TRIED = METHODS[1], METHODS[5]
 _MARKERS = {"elfatt": "o", "elfatt-fast": "s", "elfatt-quality": "^"}
-_CELL = 0.46  # inches of a layer in the map
 _SIDE = 512  # pixels of an image on the page
 Pipeline = TypeVar("Pipeline")
 UNTOUCHED = PatchConfig("untouched")
@@ -63,9 +61,7 @@ class Tuned:
         from markupsafe import Markup
 
         with drawing():
-            plots = {"curve": to_png(curve(self))}
-            if self.config.per_layer:
-                plots["choices"] = to_png(choices(self))
+            plot = to_png(curve(self))
         pairs = []
         if proof := self.proof:
             for number in proof.order:
@@ -73,17 +69,20 @@ class Tuned:
                 images = {name: _uri(png(drawn.frames[0], _SIDE)) for name, drawn in pair.items()}
                 close = self.measure.words(proof.point.closeness[number])
                 pairs.append({**proof.samples[number]._asdict(), **images, "closeness": close})
+        steps, ends = self.record["settings"]["steps"], (0.0, *self.config.stretches)
+        plan, bounds = reused_steps(self.config.reuse, steps), itertools.pairwise(round(end * steps) for end in ends)
         page = page_template(Path(__file__).with_name("page.html.j2")).render(
             tuned=self,
             lines=self.lines(),
-            plots={name: _uri(data) for name, data in plots.items()},
+            curve=_uri(plot),
             pairs=pairs,
-            layers=[(own.layers, _stretches(own)) for own in self.config.per_layer],
+            choices=[(each.layers, self.config.for_layer(each.layers)) for each in self.config.per_layer],
+            taken=[plan[start:end] for start, end in bounds] if self.config.reuse else [],
+            short=_short,
             facts=flatten(self.record),
             style=Markup(STYLE.read_text(encoding="utf-8")),
         )
-        for name, data in plots.items():
-            write_file(Path(folder, f"{name}.png"), data)
+        write_file(Path(folder, "curve.png"), plot)
         path = Path(folder, "index.html")
         write_file(path, page.encode("utf-8"))
         return path
@@ -204,43 +203,6 @@ def curve(tuned: Tuned) -> Figure:
     return figure
 
 
-def choices(tuned: Tuned) -> Figure:
-    """Draw a map: which steps take over, and layers by stretches of the run with what each does there."""
-    from matplotlib.figure import Figure
-
-    config, steps = tuned.config, tuned.record["settings"]["steps"]
-    layers, ends = [own.layers for own in config.per_layer], config.stretches
-    figure = Figure(figsize=(6.4, 1.1 + _CELL * (1 + len(layers))), layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(False)
-    edges = np.interp(range(steps + 1), [0.0, *(end * steps for end in ends)], range(len(ends) + 1))
-    for step, taken in enumerate(reused_steps(config.reuse, steps)):
-        left, width = edges[step], edges[step + 1] - edges[step]
-        axes.barh(0, width, 0.6, left, color=_CHOSEN if taken else _MAP, alpha=0.9 if taken else 0.2, edgecolor="white")
-        if taken:
-            axes.text(left + width / 2, 0, str(taken.order), ha="center", va="center", fontsize=7, color="white")
-    for row, layer in enumerate(layers, 1):
-        own = config.for_layer(layer)
-        for column, end in enumerate(ends):
-            phase = own.phase_until(end)
-            strength = 0.0 if phase.exact else 0.3 if phase.dense else 0.6
-            axes.barh(row, 1, 0.92, column, color=_MAP, alpha=strength, edgecolor="white", linewidth=1)
-            axes.text(column + 0.5, row, _short(phase), ha="center", va="center", fontsize=7)
-    cuts = ", ".join(dict.fromkeys(each.cut for each in config.reuse))
-    names = [f"steps that take over\n{cuts} (order)" if cuts else "steps"]
-    names += [
-        layer.replace(".transformer_blocks.", ".").replace(".attentions.", ".").removesuffix(".attn1")
-        for layer in layers
-    ]
-    axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xticks(range(len(ends) + 1), [f"{end:.0%}" for end in (0.0, *ends)])
-    axes.set_xlim(0, len(ends))  # a single step has room for text, too
-    axes.set_xlabel("of the run")
-    axes.spines[["left", "bottom"]].set_visible(False)
-    return figure
-
-
 def _short(phase: Phase) -> str:
     if phase.dense:
         return phase.attention_dtype or "exact"
@@ -248,16 +210,8 @@ def _short(phase: Phase) -> str:
     text = f"{phase.attention.name.replace('_', ' ')} {keys or ''}".strip()
     if phase.merge.ratio:
         text = f"merge {phase.merge.ratio:.0%}"
-    rows = "\nwith guidance" * phase.residual_guidance
-    return text + (f"\nshared by {phase.residual_steps}{rows}" if phase.residual_steps > 1 else "")
-
-
-def _stretches(own: LayerPhases) -> str:
-    """Say what a layer does, stretch by stretch."""
-    starts = [0.0, *(phase.until for phase in own.phases)]
-    pairs = zip(starts, own.phases, strict=False)
-    parts = [f"{start:.0%} to {phase.until:.0%}: {_short(phase)}" for start, phase in pairs]
-    return "; ".join(parts).replace("\n", ", ")
+    rows = ", with guidance" * phase.residual_guidance
+    return text + (f", shared by {phase.residual_steps}{rows}" if phase.residual_steps > 1 else "")
 
 
 def _uri(data: bytes) -> str:

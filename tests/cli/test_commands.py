@@ -35,7 +35,6 @@ def test_bench_prints_and_saves_and_counts_its_calls(tmp_path: Path, monkeypatch
         assert result.exit_code == 0, result.output
         assert table in result.stdout
         assert ("|" in result.stdout) == bool(words) and "nbsp" not in result.stdout
-        assert re.match(r"64 tokens, batch 2, attention: 0 of \d+ calls done\n", result.stderr)
         assert files(tmp_path / "out") == ["layer.json", "layer.md", "layer.png"]
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")

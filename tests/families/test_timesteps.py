@@ -97,7 +97,6 @@ def test_a_timestep_on_no_schedule_has_the_place_of_its_noise_level() -> None:
     """As in training, or in score distillation; whatever step the scheduler has come to; in another unit, none."""
     for value in (0.3, -1.25, 1.15, 14.6, 1000, 1e9, math.nan, math.inf):
         assert of(None).locate(value) == BEYOND
-    assert Schedule(lambda: None, trained_on_noise_levels=True).locate(437) == BEYOND
     names = (DDIM, "DPMSolverMultistepScheduler", EULER, "UniPCMultistepScheduler")
     for name, index in itertools.product(names, (None, 3, 10)):  # none yet, that of a run broken off, the end
         chosen = set_up(name, steps_offset=1)
@@ -108,18 +107,6 @@ def test_a_timestep_on_no_schedule_has_the_place_of_its_noise_level() -> None:
     between = float(chosen.timesteps[2] + chosen.timesteps[3]) / 2000
     beside = of(chosen).locate(torch.tensor([between]), FRACTION)
     assert beside is not None and not beside.scheduled
-
-
-def test_a_loop_between_timesteps_stays_in_timesteps_to_its_end() -> None:
-    """As k-diffusion's samplers work them out of noise levels; the last ones could be noise levels as well."""
-    chosen = set_up()
-    level, schedule = float(chosen.sigmas[6]), of(chosen)
-    values = (910.3, 437.26, 31.2, 12.4, level, 0.7)
-    for _ in range(2):
-        *found, last = locate(schedule, (*values, 0.0))
-        assert found == [place(value) for value in values] and last not in (None, BEYOND)
-    assert locate(schedule, (-0.7, 14.2)) == [BEYOND, BEYOND], "another loop, which may be in noise levels"
-    assert of(chosen).locate(level) == Position(6, 10)
 
 
 @pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", EULER, "IPNDMScheduler"])

@@ -23,7 +23,7 @@ from elfatt_sd.families import find_layers
 from elfatt_sd.methods import Draws
 from elfatt_sd.runtime import autotune
 from elfatt_sd.runtime import call as layer_state
-from elfatt_sd.runtime.autotune import Decision, Decisions, Tuner, decision_key
+from elfatt_sd.runtime.autotune import Decision, Tuner, decision_key, keep_decision, read_decisions
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 BLOCKS = PatchConfig("x", (Phase(1.0, "block", block_size=16),))
@@ -66,7 +66,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Measure:
 
 
 def test_each_phase_and_shape_is_measured_once_when_it_is_first_called(pipe: Any, measuring: Measure) -> None:
-    """In a block too: nobody may look at its plan, and the model's own size may not be the one that is drawn."""
+    """In a block too, whose plan is the estimate: the model's own size may not be the one that is drawn."""
     elfatt_sd.apply_patch(pipe, "elfatt")
     expected, measured = runner(pipe)(), measuring()
     with elfatt_sd.patched(pipe, "elfatt", autotune=True) as plan:
@@ -122,8 +122,9 @@ def test_what_stays_undecided_is_left_alone(
 
     measuring(answer)
     untouched = runner(pipe)()
-    with elfatt_sd.patched(pipe, BLOCKS, autotune=True) as plan:
-        assert not any(layer.patched for layer in plan.layers)
+    plan = elfatt_sd.plan(pipe, BLOCKS, autotune=True)
+    assert not any(layer.patched for layer in plan.layers)
+    with elfatt_sd.patched(pipe, BLOCKS, autotune=True):
         assert torch.equal(runner(pipe)(), untouched)
     assert not (own_cache / "autotune.json").exists()
     assert plan.layers[0].reason.endswith(reason)
@@ -265,8 +266,9 @@ def test_processes_share_a_file(tmp_path: Path, content: str) -> None:
     """A damaged one counts as empty; a folder that cannot be written costs nothing but another measurement."""
     path = tmp_path / "autotune.json"
     path.write_text(content)
-    first, second, unwritten = Decisions(path), Decisions(path), Decisions(path / "under a file.json")
-    assert first.get("a") is second.get("a") is unwritten.get("a") is None
-    first.put("a", PAYS), second.put("b", PAYS), first.put("c", PAYS), unwritten.put("a", PAYS)
-    assert sorted(json.loads(path.read_text())) == ["a", "b", "c"]
-    assert first.get("b") == second.get("c") == unwritten.get("a") == Decisions(path).get("a") == PAYS
+    assert read_decisions(path) == {}
+    keep_decision(path, "a", PAYS)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "b": dataclasses.asdict(PAYS)}))  # by another process
+    for key, place in (("c", path), ("a", path / "under a file.json")):
+        keep_decision(place, key, PAYS)
+    assert read_decisions(path) == {"a": PAYS, "b": PAYS, "c": PAYS} and read_decisions(place) == {}
