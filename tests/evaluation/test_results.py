@@ -184,7 +184,7 @@ UNREADABLE = r"cannot be read: (it is not a plain file|Too many levels)"
         ("run.json", {"format": 2}, LOST),
         ("run.json", {"protocol": {}}, LOST),
         ("run.json", None, r"is damaged \(it holds nothing, null\)"),
-        ("results.json", {"rows": [{"distances": {"FID": {"interval": [1]}}}]}, r"distances={'FID': {'interval': \[1\]"),
+        ("results.json", {"rows": [{"distances": {"FID": {"interval": [1]}}}]}, r"={'FID': {'interval': \[1\]"),
         ("results.json", Path.unlink, "does not exist; `elfatt-sd eval score` writes it"),
         ("scores.json", {"format": 99}, "format=99 is not accepted"),
         ("cost.json", {"rows": 3}, "rows=3 is not accepted"),
