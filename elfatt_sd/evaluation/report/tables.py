@@ -45,8 +45,13 @@ _NOT_WORSE = (BETTER, NO_DIFFERENCE)
 @dataclass(frozen=True)
 class Field:
     text: str  # the figure
-    note: str = ""  # its interval or spread, and what limits it, set smaller
+    note: str = ""  # its interval or spread, set smaller
     kind: str = "number"  # or `text`, `setting`, `reference`, `missing`, a verdict: `better`, `worse`, `same`, `few`
+    remark: str = ""  # what limits it, in words
+
+    @property
+    def small(self) -> str:
+        return ", ".join(filter(None, (self.note, self.remark)))
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def main_table(results: Results) -> Table:
     memory = estimates(results, [row.slope for row in results.rows], least=2, reasons=limits)
     for place, (row, limit) in enumerate(zip(results.rows, limits, strict=True)):
         if row.slope and limit:
-            memory[place] = replace(memory[place], note=",\n".join(filter(None, (memory[place].note, limit))))
+            memory[place] = replace(memory[place], remark=limit)
     columns += [time_column(results, results.time_part), ("GiB/img", memory), closeness_columns(results)[0]]
     return make_table(results, columns)
 
@@ -204,7 +209,7 @@ def closeness_columns(results: Results) -> list[Column]:
         if row.mostly_identical:
             psnr[place] = Field("identical", f"({equal})")
         elif equal:
-            psnr[place] = replace(psnr[place], note=f"{psnr[place].note},\n{equal} identical".removeprefix(",\n"))
+            psnr[place] = replace(psnr[place], remark=f"{equal} identical")
     return [("PSNR, dB", psnr), ("Lowest PSNR, dB", lowest), ("SSIM", ssim), ("Feature cosine", cosine)]
 
 
@@ -286,7 +291,7 @@ def written_tables(results: Results) -> dict[str, str]:
 
 
 def to_markdown(table: Table) -> str:
-    texts = [[f"{entry.text} {entry.note}".strip() for entry in line.entries] for line in table.lines]
+    texts = [[f"{entry.text} {entry.small}".strip() for entry in line.entries] for line in table.lines]
     return md_table(table.titles, texts, table.figures)
 
 

@@ -74,7 +74,7 @@ def test_hostile_text_stays_text(tmp_path):
     results = build_run(tmp_path, images=8, size=32)
     results["rows"][7]["failed"] = results["name"] = results["description"] = HOSTILE
     for place, row in enumerate(results["rows"][2:6]):
-        row |= {"label": HOSTILE, "method": "tome", "settings": {HOSTILE: f"{HOSTILE}{place}"}}
+        row |= {"label": HOSTILE, "method": "tome", "settings": {"<i>": f"<b>{place}"}}
     results["environment"][HOSTILE] = HOSTILE
     results["protocol"]["model"] = results["protocol"][HOSTILE] = HOSTILE
     results["published"]["rows"][0]["label"] = results["published"]["source"] = HOSTILE

@@ -91,7 +91,7 @@ def test_what_was_not_measured_says_so_and_why(results):
     results["rows"][-2]["memory"]["note"] = reason
     row |= {"time": {"failed": reason}, "memory": {"failed": reason, "batches": []}}
     found = columns(main_table(Results.of(results)))
-    assert found["GiB/img"][-2].note.startswith("[") and found["GiB/img"][-2].note.endswith(f"],\n{reason}")
+    assert found["GiB/img"][-2].note.startswith("[") and found["GiB/img"][-2].remark == reason
     assert found["GiB/img"][-1].text == found["s/img"][-1].text == reason
 
 
@@ -105,8 +105,8 @@ def test_identical_and_lost_pictures_are_counted(results):
     psnr = columns(main_table(shown))["PSNR, dB"][-3:]
     assert [entry.text for entry in psnr] == ["identical", f"{some['mean']:.2f}", "identical"]
     low, high = some["interval"]
-    small = [entry.note for entry in psnr]
-    assert small == ["(64 of 64)", f"[{low:.2f}, {high:.2f}],\n3 of 64 identical", "(61 of 64)"]
+    small = [entry.small for entry in psnr]
+    assert small == ["(64 of 64)", f"[{low:.2f}, {high:.2f}], 3 of 64 identical", "(61 of 64)"]
     lowest = columns(more_table(shown))["Lowest PSNR, dB"]
     said = [entry.text for entry in lowest[-3:]]
     assert said == ["identical", f"{some['lowest']:.1f}", f"{most['lowest']:.1f}"]
