@@ -12,8 +12,8 @@ from pathlib import Path
 
 from elfatt_sd.cli.console import DONE, FAILURE, WRONG_USE, complain
 from elfatt_sd.errors import ElfattError, ElfattFailure
-from elfatt_sd.evaluation.report import load_results, replace_files, report_files
-from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.data import Results, load_results
+from elfatt_sd.evaluation.report.page import replace_files, report_files
 from elfatt_sd.evaluation.run import RESULTS_FILE, clear_disk_errors
 from elfatt_sd.files import is_full, is_plain_name, write_json
 

@@ -89,8 +89,8 @@ def run_command(
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
     from elfatt_sd.evaluation.extraction import is_first
-    from elfatt_sd.evaluation.report import load_results
-    from elfatt_sd.evaluation.report.summary import findings, headline
+    from elfatt_sd.evaluation.report.data import load_results
+    from elfatt_sd.evaluation.report.tables import findings, headline
     from elfatt_sd.evaluation.run import RunFolder
     from elfatt_sd.evaluation.stages import evaluate
 
@@ -166,7 +166,8 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
 @app.command("report")
 def report_command(run: RunDir) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
-    from elfatt_sd.evaluation.report import load_results, write_report
+    from elfatt_sd.evaluation.report.data import load_results
+    from elfatt_sd.evaluation.report.page import write_report
     from elfatt_sd.evaluation.run import RunFolder
 
     opened = RunFolder.open(run)

@@ -152,11 +152,12 @@ class ReferenceRecord(Struct, frozen=True):
     unreadable: list[str] = []  # name and reason of each image
 
 
-class Scores(Struct, frozen=True):
-    format: Annotated[int, Meta(ge=1, le=SCORES_FORMAT)]
+class StageFile(Struct, frozen=True):
+    """What a stage writes; `Results` says what its rows hold."""
+
     identity: str
-    references: dict[str, ReferenceRecord]
-    rows: dict[str, ScoredRow]
+    rows: dict[str, dict[str, Any]]
+    format: Annotated[int, Meta(ge=1, le=SCORES_FORMAT)] = 1
 
 
 class Ratio(Struct, frozen=True):
@@ -186,32 +187,15 @@ class TimedRow(Struct, frozen=True):
     failed: str | None = None
 
 
-class _Measured(Struct, frozen=True, kw_only=True):
-    identity: str
-    errors: dict[str, str] = {}
-    format: Literal[1] = 1
-
-
-class Times(_Measured, frozen=True):
-    environment: dict[str, Any]
-    rows: dict[str, TimedRow]
-
-
 class RowCost(Struct, frozen=True):
     density: float | None = None
     multiply_adds: Annotated[int, Meta(ge=0)] | None = None
     reason: str | None = None  # why it is not known
 
 
-class Cost(_Measured, frozen=True):
-    rows: dict[str, RowCost]
-
-
 class MemoryRow(Struct, frozen=True):
     """The line through the peaks of several batch sizes, in GiB."""
 
-    batches: list[Index] = []
-    peaks_gib: list[float] = []
     gib_per_image: float | None = None
     interval: Ends = None
     intercept_gib: float | None = None
@@ -219,11 +203,6 @@ class MemoryRow(Struct, frozen=True):
     kind: str | None = None
     failed: str | None = None
     note: str | None = None
-
-
-class Peaks(_Measured, frozen=True):
-    environment: dict[str, Any]
-    rows: dict[str, MemoryRow]
 
 
 class ResultRow(ScoredRow):

@@ -30,12 +30,6 @@ from elfatt_sd.measure import now
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
 STAGES_FILE, COST_FILE, RESULTS_FILE = "stages.json", "cost.json", "results.json"
-STAGE_FILES = {
-    SCORES_FILE: records.Scores,
-    TIME_FILE: records.Times,
-    MEMORY_FILE: records.Peaks,
-    COST_FILE: records.Cost,
-}
 FORMAT = 1  # of `results.json`
 _LOST = "put the file back from a copy, as what made the images is recorded nowhere else; or give a new folder"
 _NEW_FOLDER = "give a new folder, and --reuse {} to take over the rows that stay the same"
@@ -143,9 +137,6 @@ class RunFolder:
 
     def check(self) -> None:
         """Refuse a folder that belongs to another protocol or to something else."""
-        source = Path(self.protocol.reference.source).resolve()
-        if source.exists() and source.is_relative_to(self.folder.resolve()):
-            raise ElfattError(f"reference {source} is of this run; give images that it is compared with.")
         if not (self.folder / RUN_FILE).exists():
             for path in self.folder.iterdir() if self.folder.is_dir() else ():
                 if not is_hidden(path.name) and path.suffix != ".part":
@@ -187,8 +178,8 @@ class RunFolder:
         record, protocol = self.record, self.protocol
         remedy = "delete the file, and give the `eval run` command again"
         scores, times, peaks, costs = (
-            records.read_data(self.folder / name, shape, remedy, record.identity) or {"rows": {}}
-            for name, shape in STAGE_FILES.items()
+            records.read_data(self.folder / name, records.StageFile, remedy, record.identity) or {"rows": {}}
+            for name in (SCORES_FILE, TIME_FILE, MEMORY_FILE, COST_FILE)
         )
         timing = {key: times[key] for key in ("measured", "environment", "note") if times.get(key)}
         rows = []

@@ -21,16 +21,15 @@ from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, me
 from elfatt_sd.evaluation.metrics import load_metrics
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import TOLERANCE, Protocol, decisive, unequal
-from elfatt_sd.evaluation.records import SCORES_FORMAT, read_data
-from elfatt_sd.evaluation.report import load_results, write_report
-from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.records import SCORES_FORMAT, StageFile, read_data
+from elfatt_sd.evaluation.report.data import Results, load_results
+from elfatt_sd.evaluation.report.page import write_report
 from elfatt_sd.evaluation.run import (
     COST_FILE,
     MEMORY_FILE,
     RESULTS_FILE,
     RUN_FILE,
     SCORES_FILE,
-    STAGE_FILES,
     STAGES_FILE,
     TIME_FILE,
     RowFolder,
@@ -69,8 +68,7 @@ def outlook(run: RunFolder) -> list[str]:
     needed = count * protocol.frames * protocol.height * protocol.width * _PNG_BYTES_PER_PIXEL / 2**30
     there = next(place for place in (run.folder, *run.folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(there).free / 2**30
-    batches = [(row, number, each) for row in run.rows if not row.finished for number, each in enumerate(run.batches)]
-    left = sum(len(each) for row, number, each in batches if not row.has_batch(number, each))
+    left = len(run.prompts) * sum(not row.finished for row in run.rows)
     wanted = {"score": True, "time": protocol.time is not None, "memory": protocol.memory is not None, "report": True}
     parts = [f"{left} images of {protocol.steps} steps"] if left else []
     parts += [stage for stage in wanted if wanted[stage] and stage not in done]
@@ -105,35 +103,33 @@ def first_checks(protocol: Protocol, *, scored: bool = True) -> Iterator[Callabl
 def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
     protocol, found = run.protocol, dict[str, None]()
-
-    @contextlib.contextmanager
-    def noted(where: str = "") -> Iterator[None]:
-        try:
-            yield
-        except ElfattError as error:
-            found[f"{where}{error}"] = None
-
-    with noted():
+    try:
         pick_dtype(protocol.dtype, pick_device(protocol.device))
-    if found:  # go on to the other obstacles
-        protocol = dataclasses.replace(protocol, device="cpu", dtype="float32")
+    except ElfattError as error:
+        found[str(error)] = None
+        protocol = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
+
+    def inputs(part: Protocol) -> None:
+        score_inputs(part, load_extractors(part))
+
+    def pipeline() -> None:
+        pipe = load_protocol_pipeline(protocol)
+        for cell in protocol.cells:
+            with row_patch(pipe, cell):
+                pass
+        check_size(protocol, pipe)
+
     checks: list[Callable[[], Any]] = [lambda: check_writable(run.folder), run.check]
     checks += [functools.partial(RunFolder.open, other) for other in reuse]
     checks += first_checks(protocol)
     checks += [functools.partial(load_metrics, [each], network_device(protocol)) for each in protocol.metrics]
-    for check in checks:
-        with noted():
-            check()
     alone = [dataclasses.replace(protocol, extractors=(each,), metrics=()) for each in protocol.extractors]
-    for part in (*alone, protocol):
-        with noted():
-            score_inputs(part, load_extractors(part))
-    with noted():
-        pipe = load_protocol_pipeline(protocol)
-        for cell in protocol.cells:
-            with noted(f"row {cell.name!r}: "), row_patch(pipe, cell):
-                pass
-        check_size(protocol, pipe)
+    checks += [functools.partial(inputs, part) for part in (*alone, protocol)]
+    for check in (*checks, pipeline):
+        try:
+            check()
+        except ElfattError as error:
+            found[str(error)] = None
     return list(found)
 
 
@@ -158,7 +154,7 @@ def evaluate(
         # first: what is wrong with it should cost no images
         build_references(protocol, progress=every_minute(tell))
         free_memory()
-        failed = [*generate(run, reuse=reuse, show_progress=show_progress).items()]
+        failed = generate(run, reuse=reuse, show_progress=show_progress)
         by_first(lambda: write_cost(run))
         free_memory()
         score(run, tell)
@@ -166,16 +162,13 @@ def evaluate(
         if not first:
             return {}
         if protocol.time is not None:
-            failed += _once(run, "time", TIME_FILE, report, lambda: measure_time(run, report)).items()
+            failed |= _once(run, "time", TIME_FILE, report, lambda: measure_time(run, report))
         free_memory()
         if protocol.memory is not None:
-            failed += _once(run, "memory", MEMORY_FILE, report, lambda: measure_memory(run, report)).items()
+            failed |= _once(run, "memory", MEMORY_FILE, report, lambda: measure_memory(run, report))
         results = {RESULTS_FILE: sha256_of_data(run.write_results())}
         _once(run, "report", "report/index.html", report, lambda: write_report(load_results(run.folder)), results)
-        reasons: dict[str, dict[str, None]] = {}
-        for name, reason in failed:
-            reasons.setdefault(name, {})[reason] = None
-        return {name: "; ".join(each) for name, each in reasons.items()}
+        return failed
 
 
 def score(run: RunFolder, report: Report = print) -> None:
@@ -236,22 +229,17 @@ def verify_run(run: RunFolder, *, recompute: bool = True, progress: Progress | N
 
     computed = [(SCORES_FILE, scores, TOLERANCE), (COST_FILE, lambda: costs(run), _ROUNDING)] if recompute else []
     for name, compute, tolerance in [*computed, (RESULTS_FILE, run.results, 0.0)]:
-        path, shape = run.folder / name, STAGE_FILES.get(name)
-        remedy = "it was edited" if shape else "`elfatt-sd eval report` writes it again"
+        path, shape = run.folder / name, Results if name == RESULTS_FILE else StageFile
         try:
-            recorded = read_data(path, shape or Results, remedy, record.identity if shape else None)
-        except ElfattError as error:
-            problems.append(str(error))
-            continue
-        if recorded is None:
-            problems += [f"{path}: deleted, or the run is not that far"] if name != COST_FILE else []
-            continue
-        try:
+            recorded = read_data(path, shape, "`elfatt-sd eval report` writes `results.json` again", record.identity)
+            if recorded is None:
+                problems += [f"{path}: deleted, or the run is not that far"] if name != COST_FILE else []
+                continue
             differences = unequal(recorded, compute(), tolerance=tolerance)
             told = [each for each in differences if not each[0].endswith(".left_out")]  # no images: they come and go
             problems += [f"{path}: {key} is {before}, computed again {now}" for key, before, now in told]
         except ElfattError as error:
-            problems.append(f"{path}: it cannot be computed again: {error}")
+            problems.append(str(error))
     return problems
 
 
@@ -267,8 +255,6 @@ def _wrong_images(run: RunFolder, row: RowFolder) -> Iterator[str]:
         yield f"{row.manifest}: images, prompts, classes or seeds are not the protocol's"
     paths = {row.image_file(each.index): each for each in made}
     for path, each in paths.items():
-        if row.folder / each.file != path:
-            yield f"{row.manifest}: file={each.file!r} is not where image {each.index} lies"
         if not path.is_file():
             yield f"{path}: deleted"
         elif sha256_of_file(path) != each.sha256:

@@ -14,15 +14,8 @@ from torch import nn
 
 from elfatt_sd.evaluation import measure
 from elfatt_sd.evaluation.protocols import Protocol
-from elfatt_sd.evaluation.report import charts
 from elfatt_sd.evaluation.run import RunFolder
 from elfatt_sd.evaluation.stages import evaluate
-
-
-@pytest.fixture(autouse=True)
-def few_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reports have one plot: all of them take longer to draw than a small run to be made."""
-    monkeypatch.setattr(charts, "PLOTS", [charts.closeness])
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +60,6 @@ def finished_run(workplace: Path, full_protocol: Protocol) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ELFATT_SD_CACHE", str(workplace / "cache"))
         patch.setattr(measure, "run_worker", measure.measure_peak)
-        patch.setattr(charts, "PLOTS", [charts.closeness])
         evaluate(RunFolder(workplace / "run", full_protocol), lambda line: None, show_progress=False)
     return workplace / "run"
 

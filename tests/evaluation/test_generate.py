@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import hashlib
 import importlib.metadata
 import json
 import math
@@ -40,27 +39,18 @@ from elfatt_sd.files import folder_lock, write_json
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def test_every_row_has_its_images_and_their_hashes(made: tuple[Path, Protocol]) -> None:
-    """The baseline's are those of the plain pipeline, without any of the harness."""
+def test_rows_differ_and_the_baseline_is_that_of_the_plain_pipeline(made: tuple[Path, Protocol]) -> None:
+    """Without any of the harness."""
     from diffusers import StableDiffusionPipeline
 
     run_dir, protocol = made
-    hashes = []
-    for cell in protocol.cells:
-        row = row_of(run_dir, cell)
-        entries = row.made_images()
-        assert [entry.prompt for entry in entries] == list(runs.LABELS)
-        assert [entry.seed for entry in entries] == [3 + cell.seed_offset + index for index in range(5)]
-        for entry in entries:
-            assert hashlib.sha256(row.image_file(entry.index).read_bytes()).hexdigest() == entry.sha256
-            assert np.asarray(Image.open(row.image_file(entry.index))).shape == (32, 32, 3)
-        assert {path.name for path in row.folder.iterdir()} == {"images", "manifest.jsonl"}
-        hashes += [entry.sha256 for entry in entries]
-    assert len({*hashes}) == len(hashes), "rows differ as their methods do"
+    rows = [row_of(run_dir, cell) for cell in protocol.cells]
+    hashes = [entry.sha256 for row in rows for entry in row.made_images()]
+    assert len({*hashes}) == len(hashes) == 20, "rows differ as their methods do"
+    assert all({path.name for path in row.folder.iterdir()} == {"images", "manifest.jsonl"} for row in rows)
     run = run_data(run_dir)
     assert (run["identity"], RunFolder.open(run_dir).protocol) == (protocol.identity, protocol)
     assert run["environment"]["packages"]["torch"] == importlib.metadata.version("torch")
-    assert len(run["environment"]["model_sha256"]) == 64
     pipe = StableDiffusionPipeline.from_pretrained(protocol.model)
     pipe.set_progress_bar_config(disable=True)
     noise = torch.cat([torch.randn(1, 4, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)])
@@ -203,14 +193,9 @@ def test_a_row_is_finished_before_it_is_said_to_be(tmp_path: Path, monkeypatch: 
     assert row.made_images() == made
 
 
-def test_what_is_said_or_refused_before_the_first_image(
-    protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts that are cut off; a strange folder, but not one with hidden files; a folder in use, but no stale lock."""
+def test_a_folder_of_something_else_or_in_use_is_refused(protocol: Protocol, tmp_path: Path) -> None:
+    """But not one with hidden files, or with a stale lock."""
     run_dir, lock = tmp_path / "run", tmp_path / "lock"
-    monkeypatch.setattr(generate, "_make_rows", lambda *_: {})
-    with pytest.warns(UserWarning, match="5 of 5 prompts are cut off: the text encoder takes 75 tokens"):
-        make(tmp_path / "long", dataclasses.replace(protocol, template="a " * 80 + "{label}"))
     for name in (".ipynb_checkpoints", "@eaDir", ".DS_Store"):
         (run_dir / name).mkdir(parents=True)
     RunFolder(run_dir, protocol).check()
@@ -293,13 +278,6 @@ def test_only_rows_of_the_same_images_are_copied_and_each_is_told(
     for row, source in zip(run.rows, (untouched, null, third, other, peer), strict=True):
         if row.finished:
             assert runs.tree(row.folder) == runs.tree(row_of(there, source).folder)
-
-
-def test_an_altered_image_is_not_copied(made: tuple[Path, Protocol], tmp_path: Path) -> None:
-    path = row_of(Path(shutil.copytree(made[0], tmp_path / "copy")), made[1].cells[1]).image_file(2)
-    path.write_bytes(path.read_bytes() + b" ")
-    with pytest.raises(ElfattError, match=r"00002\.png is not the image that was generated; row 'null'"):
-        make(tmp_path / "again", made[1], tmp_path / "copy")
 
 
 def test_latents_do_not_depend_on_batches_rows_or_dtype(protocol: Protocol) -> None:
@@ -392,15 +370,14 @@ def test_another_specification_and_code_are_refused(
 def test_settings_of_parts_belong_to_the_model(protocol: Protocol) -> None:
     """As weights do. And tokenizers count by what they make of the prompts."""
     pipe = generate.load_protocol_pipeline(protocol)
-    first = before = image_environment(protocol, pipe)
-    assert image_environment(protocol, generate.load_protocol_pipeline(protocol)) == before
-    with torch.no_grad():
-        pipe.unet.conv_in.bias += 1
     before = image_environment(protocol, pipe)
-    assert [key for key in before if before[key] != first[key]] == ["model_sha256"]
+    assert image_environment(protocol, generate.load_protocol_pipeline(protocol)) == before
     changes = (("unet", "attention_head_dim", 4), ("vae", "scaling_factor", 0.5), ("scheduler", "steps_offset", 7))
-    for part, name, value in changes:
-        getattr(pipe, part).register_to_config(**{name: value})
+    for part, name, value in (("unet", None, None), *changes):
+        if name:
+            getattr(pipe, part).register_to_config(**{name: value})
+        else:
+            pipe.unet.conv_in.bias.data += 1
         now = image_environment(protocol, pipe)
         assert [key for key in now if now[key] != before[key]] == ["model_sha256"]
         before = now

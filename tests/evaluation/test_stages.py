@@ -34,25 +34,6 @@ def evaluate(run_dir: Path, protocol: Protocol, lines: list[str] | None = None) 
     return stages.evaluate(RunFolder(run_dir, protocol), told, show_progress=False)
 
 
-@pytest.fixture
-def fake_stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes time and memory write what they are given, and find errors."""
-
-    def fake(content: dict[str, bytes], **errors: dict[str, str]) -> None:
-        def measure(stage: str, run: RunFolder, report: Any) -> dict[str, Any]:
-            (run.folder / f"{stage}.json").write_bytes(content[f"{stage}.json"])
-            return {"errors": dict(errors.get(stage, {}))}
-
-        for stage in ("time", "memory"):
-            monkeypatch.setattr(stages, f"measure_{stage}", functools.partial(measure, stage))
-
-    return fake
-
-
-def measured(run_dir: Path) -> dict[str, bytes]:
-    return {name: (run_dir / name).read_bytes() for name in ("cost.json", "time.json", "memory.json", "scores.json")}
-
-
 def test_a_second_run_does_nothing_again(
     finished_run: Path, full_protocol: Protocol, shared_cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,22 +44,6 @@ def test_a_second_run_does_nothing_again(
     assert lines == [f"{stage}: done before" for stage in STAGES]
     assert runs.tree(finished_run) == before
     assert stages.outlook(RunFolder(finished_run, full_protocol))[1] == "to do: nothing"
-
-
-def test_what_a_stage_wrote_is_made_again_where_it_is_lost(
-    copy: Path, full_protocol: Protocol, fake_stages: Callable[..., None]
-) -> None:
-    """What is timed and measured is made up; what is kept in the end is whole."""
-    done = measured(copy)
-    (copy / "stages.json").write_text('{"score": 3}')
-    for name in done:
-        (copy / name).unlink()
-    fake_stages(done)
-    assert evaluate(copy, full_protocol) == {}
-    assert json.loads((copy / "stages.json").read_text()).keys() == {*STAGES}
-    for name, content in done.items():
-        made, before = json.loads((copy / name).read_bytes()), json.loads(content)
-        assert (made["identity"], made["rows"].keys()) == (full_protocol.identity, before["rows"].keys())
 
 
 def test_other_images_are_scored_anew_but_not_timed_anew(
@@ -104,10 +69,15 @@ def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
     finished_run: Path,
     shared_cache: None,
     tmp_path: Path,
-    fake_stages: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And what a stage wrote is made again where it is lost. What is timed and measured is that of another run."""
     real, failing = generate.make_batch, {"null": "image 0 is black"}
+    errors = {"time": {**failing, "sd": "no such thing"}, "memory": {"sd": "out of memory"}}
+
+    def measure(stage: str, run: RunFolder, report: Any) -> dict[str, Any]:
+        shutil.copy(finished_run / f"{stage}.json", run.folder)
+        return {"errors": errors.get(stage, {})}
 
     def make(run: RunFolder, pipe: Any, row: RowFolder, *rest: Any) -> None:
         if row.name in failing:
@@ -115,31 +85,36 @@ def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
         real(run, pipe, row, *rest)
 
     monkeypatch.setattr(generate, "make_batch", make)
-    fake_stages(measured(finished_run), time={**failing, "sd": "no such thing"}, memory={"sd": "out of memory"})
+    for stage in ("time", "memory"):
+        monkeypatch.setattr(stages, f"measure_{stage}", functools.partial(measure, stage))
     failed = evaluate(tmp_path / "run", full_protocol)
-    assert failed == {"null": "image 0 is black", "sd": "no such thing; out of memory"}
+    assert failed == {"null": "image 0 is black", "sd": "out of memory"}
     rows = {row["cell"]: row for row in json.loads((tmp_path / "run" / "results.json").read_text())["rows"]}
     assert (rows["null"]["failed"], rows["null"]["distances"], rows["sd"]["failed"]) == ("image 0 is black", None, None)
     assert rows["sd"]["distances"]
     failing.clear()
-    fake_stages(measured(finished_run))
+    errors.clear()
+    (tmp_path / "run" / "stages.json").write_text('{"score": 3}')
+    (tmp_path / "run" / "cost.json").unlink()
     for again in (True, False):
         lines: list[str] = []
         assert evaluate(tmp_path / "run", full_protocol, lines) == {}
         assert finished_stages(lines) == [f"{stage}: done{'' if again else ' before'}" for stage in STAGES]
+    assert (tmp_path / "run" / "cost.json").is_file()
 
 
 def test_a_torn_reference_picture_costs_no_images(
     full_protocol: Protocol, workplace: Path, own_cache: Path, tmp_path: Path
 ) -> None:
-    """It is found before the first image; the option that its message names goes on in the same folder."""
+    """It is found before the first image, as is a limit of one; the option that its message names goes on."""
     shutil.copytree(workplace / "val", tmp_path / "torn")
     min((tmp_path / "torn").iterdir()).write_bytes(b"\xff\xd8\xff")
     torn = dataclasses.replace(full_protocol.reference, source=str(tmp_path / "torn"), allow_count=False)
     cells = full_protocol.cells[:2]
     protocol = dataclasses.replace(full_protocol, reference=torn, time=None, memory=None, cells=cells)
-    with pytest.raises(ElfattError, match="--allow-count"):
-        evaluate(tmp_path / "run", protocol)
+    for wrong, said in ((protocol, "--allow-count"), (dataclasses.replace(protocol, limit=1), "give at least 2")):
+        with pytest.raises(ElfattError, match=said):
+            evaluate(tmp_path / "run", wrong)
     assert not (tmp_path / "run" / "cells").exists()
     allowed = dataclasses.replace(protocol, reference=dataclasses.replace(torn, allow_count=True))
     assert evaluate(tmp_path / "run", allowed) == {}
@@ -158,6 +133,7 @@ def test_a_torn_reference_picture_costs_no_images(
         ),
         ({"metrics": (MetricChoice("no_module:f"),)}, ["no_module:f"]),
         ({"height": 33}, ["height=33 is not accepted"]),
+        ({"limit": 1}, ["1 image a row has no distance; give at least 2"]),
     ],
     ids=str,
 )
@@ -218,54 +194,17 @@ def test_dry_run_prints_and_makes_nothing(workplace: Path, file: Path, tmp_path:
     assert build_protocol("toy", model="models/\N{GRINNING FACE}é").model == "models/\N{GRINNING FACE}é"
 
 
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (("--limit", "1"), ("1 image a row has no distance", "at least 2")),
-        (("--reference", "OWN"), ("is of this run; give images that it is compared with",)),
-        (("--set", "reference.count=13"), ("12 images", "13")),
-    ],
-)
-def test_wrong_use_is_one_line_before_any_work(
-    workplace: Path, file: Path, tmp_path: Path, words: tuple[str, ...], parts: tuple[str]
-) -> None:
-    """OWN is a folder of the run's."""
-    own = tmp_path / "new" / "cells"
-    if "OWN" in words:
-        own.mkdir(parents=True)
-    given = ["--limit", 2, *(own if word == "OWN" else word for word in words)]
-    done = call("eval", "run", file, "--out", tmp_path / "new", "--quiet", *sets(full_overrides(workplace)), *given)
-    assert (done.exit_code, len(done.stderr.splitlines())) == (2, 1), done.stderr
-    assert [part for part in parts if part not in done.stderr] == [], done.stderr
-    assert {path.name for path in (tmp_path / "new").glob("*")} <= {".lock", "cells"}
-
-
-def test_ctrl_c_is_one_line_and_a_failed_row_is_named(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the baseline, which is the last here, the others are not begun; what was made is kept."""
+def test_a_failed_row_is_named(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the baseline, which is the last here, the others are not begun."""
     _, baseline, null = runs.UNTOUCHED.split("[[cells]]")
     file = runs.write_protocol(tmp_path, workplace / "sd15", f"[[cells]]{null}\n[[cells]]{baseline}")
-    draw, check = generate.make_images, generate.check_images
-    run = RunFolder(tmp_path / "run", build_protocol(str(file)))
-    row = run.baseline
-
-    def interrupted(*given: Any) -> Any:
-        if row.image_file(0).is_file():
-            raise KeyboardInterrupt
-        return draw(*given)
-
+    check, run = generate.check_images, RunFolder(tmp_path / "run", build_protocol(str(file)))
     command = ("generate", file, "--out", tmp_path / "run", "--quiet")
-    with monkeypatch.context() as patch:
-        patch.setattr(generate, "make_images", interrupted)
-        done = call("eval", *command)
-    assert (done.exit_code, len(done.stderr.splitlines())) == (130, 1)
-    assert row.image_file(1).is_file() and not row.image_file(2).exists() and not row.finished
     with monkeypatch.context() as patch:
         patch.setattr(generate, "check_images", lambda images, indices: check(images * 0, indices))
         done = call("eval", *command)
-    black = "image 2 is black: an overflow (give dtype float32 or bfloat16), or a safety checker"
+    black = "image 0 is black: an overflow (give dtype float32 or bfloat16), or a safety checker"
     assert (done.exit_code, done.stderr) == (1, f"error: row sd failed: {black}\n")
-    assert not run.rows[0].images_folder.exists() and run.rows[0] is not row
+    assert not run.rows[0].images_folder.exists() and run.rows[0] is not run.baseline
     assert f"'sd', the baseline, has no images: {black}" in call("eval", "score", tmp_path / "run").stderr
-    assert call("eval", *command).exit_code == 0 and len(row.made_images()) == 5
+    assert call("eval", *command).exit_code == 0 and len(run.baseline.made_images()) == 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import random
 import re
@@ -295,8 +294,7 @@ def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: 
         "cosine": _spread(cosine, 0.01),
     }
     speed = 1 + (0.55 * ratio - 0.03 * (method == "agent") if role == "method" else 0)
-    slope, batches = 0.214 - 0.1 * ratio, [1, 2, 4, 8]
-    stages = {"text": 0.0, "unet": slope, "vae": slope * 0.7}
+    slope = 0.214 - 0.1 * ratio
     return {
         "cell": cell, "label": label, "method": method, "settings": settings, "role": role,
         "images": PICTURES, "classes": PICTURES, "distances": distances, "paired": None if baseline else pairs,
@@ -305,9 +303,8 @@ def _row(cell, label, method, settings, role, change, chance) -> dict:  # type: 
         "time": {"end_to_end": _timing(3.12, speed, chance), "unet": _timing(2.61, speed + 0.02, chance)},
         "memory": {
             "gib_per_image": slope, "interval": [slope - 0.006, slope + 0.006],
-            "intercept_gib": 0.92, "fit_error_gib": 0.004, "batches": batches,
-            "peaks_gib": [0.92 + slope * batch + chance.uniform(-0.004, 0.004) for batch in batches],
-            "kind": "VmHWM", "stages": {stage: {"gib_per_image": each} for stage, each in stages.items()},
+            "intercept_gib": 0.92, "fit_error_gib": 0.004, "kind": "VmHWM",
+            "peaks_gib": [0.92 + slope * batch + chance.uniform(-0.004, 0.004) for batch in (1, 2, 4, 8)],
         },
         "failed": None,
     }  # fmt: skip
@@ -510,12 +507,3 @@ def markdown_tables(text):
     """Cells of each table; a pipe after a backslash is text."""
     blocks = re.findall(r"(?:^\|.*\|\n)+", text, flags=re.MULTILINE)
     return [[re.split(r"(?<!\\)\|", line)[1:-1] for line in block.splitlines()] for block in blocks]
-
-
-def latex_rows(text):
-    """How many cells each row of the tabular has; checks the braces."""
-    bare = re.sub(r"\\[\\{}&%$#_]", lambda match: "\n" if match[0] == r"\\" else "", text)
-    depths = list(itertools.accumulate((char == "{") - (char == "}") for char in bare))
-    assert min(depths) == depths[-1] == bare.count("$") % 2 == 0
-    body = bare[bare.index("\\toprule") : bare.index("\\bottomrule")]
-    return [line.count("&") + 1 for line in body.splitlines() if "&" in line]

@@ -14,8 +14,9 @@ from support import runs
 from benchmarks.merging import merging
 from elfatt_sd.benchmarking.report import Session, save
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.report import charts, load_results, write_report, written_tables
-from elfatt_sd.evaluation.report.data import Results
+from elfatt_sd.evaluation.report.data import Results, load_results
+from elfatt_sd.evaluation.report.page import write_report
+from elfatt_sd.evaluation.report.tables import written_tables
 from elfatt_sd.evaluation.run import FORMAT
 from elfatt_sd.files import write_json
 from tools import publish as tool
@@ -51,12 +52,9 @@ def test_a_committed_page_is_in_step_with_the_committed_results(kind: str, page:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of a run. Of all plots, which take seconds, two are drawn."""
     folder = tmp_path_factory.mktemp("run")
     runs.build_run(folder, images=2, size=32)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(charts, "PLOTS", [charts.differences, charts.PLOTS[3]])
-        yield folder
+    return folder
 
 
 def names(folder: Path) -> set[str]:
@@ -67,11 +65,11 @@ def test_what_is_published_is_of_one_piece_and_removes_nothing_else(run: Path, t
     """The results changed after the report was written, and a plot has nothing to show any more."""
     target, results = publish(load_results(run), tmp_path), json.loads((run / "results.json").read_text())
     assert json.loads((target / "results.json").read_text()) == results
-    tables = {"table.md", "table.csv", "table.tex", "difference.png"}
-    assert names(target) == {"results.json", "index.html", "distance_memory.png"} | tables
+    tables = {"table.md", "table.csv", "difference.png", "closeness.png"}
+    assert names(target) == {"results.json", "index.html", "closeness_time.png"} | tables
     (target / "README.md").write_text("by hand")
     for row in results["rows"]:
-        row["memory"] = None
+        row["time"] = None
     results["rows"][2]["label"] = "Renamed"
     runs.save(tmp_path / "run", results)
     write_report(load_results(tmp_path / "run"))

@@ -9,9 +9,9 @@ from typing import Any
 
 from elfatt_sd.benchmarking.report import spread
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.report.charts import INK, Chart, Palette, figure_and_axes
+from elfatt_sd.evaluation.report.charts import INK, Chart, figure_and_axes, styles
 from elfatt_sd.evaluation.report.data import Results, Row
-from elfatt_sd.evaluation.report.tables import TIMES, fixed, interval, span
+from elfatt_sd.evaluation.report.tables import TIMES, fixed
 
 CALLS = {"unet-512": "SD 1.5, 512", "unet-1024": "SD 1.5, 1024", "sdxl-1024": "SDXL, 1024"}
 _ROOM = 0.15  # beyond the outermost points, as a fraction of the plot
@@ -60,25 +60,22 @@ def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
         ElfattError: a row has no closeness or no time.
     """
     figure, axes = figure_and_axes(_HEIGHT, _WIDTH)
-    points: list[str] = []
     for run, row in chosen:
         psnr, speed = row.psnr, row.timed["unet"].speed
         if psnr is None or speed is None:
             raise ElfattError(f"row {row.name!r} of {run.name} has no closeness or no time, and no place in the plot.")
-        style = Palette(run).style(row)
+        style = styles(run)[row]
         if psnr.ends:
             axes.vlines(speed.value, *psnr.ends, color=style.colour, linewidth=1.1)
         if speed.ends:
             axes.hlines(psnr.value, *speed.ends, color=style.colour, linewidth=1.1, alpha=0.45)
         axes.plot(speed.value, psnr.value, style.marker, color=style.colour, markersize=8, label=row.method)
-        said = f"{fixed(psnr.value, 1)} {interval(psnr, 1)}, {fixed(speed.value, 2)} ({span(speed, 2)})"
-        points.append(f"{row.method}: {said}")
     axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
     axes.margins(_ROOM)
     axes.set_xlabel("times as fast, UNet of the toy (right is faster)")
     axes.set_ylabel("PSNR to untouched, dB (up is closer)")
     figure.legend(loc="outside upper left", ncols=3, fontsize=_TEXT)
-    return Chart("headline", "Closeness over speed", "", figure, points)
+    return Chart("headline", "Closeness over speed", "", figure)
 
 
 def _speeds(path: Path) -> Mapping[str, Any]:

@@ -96,7 +96,7 @@ def draw_pareto(runs: Sequence[Results]) -> tuple[Chart, str]:
     entrants = _entrants(runs)
     if not entrants:
         raise ElfattError(f"no row of {', '.join(run.name for run in runs)} has both UNet time and closeness.")
-    best = front([entrant.spot for entrant in entrants], low_is_better=False)
+    best = front([entrant.spot for entrant in entrants])
     chosen = [entrant for entrant in entrants if entrant.spot in best or _is_preset(entrant.spot.row)]
     chosen.sort(key=lambda entrant: entrant.spot.across)
     figure, axes = figure_and_axes(CROWDED_HEIGHT)
@@ -107,9 +107,8 @@ def draw_pareto(runs: Sequence[Results]) -> tuple[Chart, str]:
     legend_above(figure, axes)
     for place, entrant in enumerate(chosen, 1):
         write_beside(axes, entrant.spot, str(place), _KINDS[entrant.kind][1])
-    points = [f"{entrant.name}: {entrant.spot.across:.2f}, {entrant.spot.up.value:.3g}" for entrant in entrants]
     table = _table(chosen, ["no" if entrant.spot in best else "yes" for entrant in chosen])
-    return Chart("pareto", f"{_CLOSENESS} over UNet time", _caption(runs, entrants, said), figure, points), table
+    return Chart("pareto", f"{_CLOSENESS} over UNet time", _caption(runs, entrants, said), figure), table
 
 
 def _draw_entrant(axes: Any, entrant: _Entrant, *, named: bool) -> None:

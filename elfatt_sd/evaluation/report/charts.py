@@ -1,24 +1,19 @@
-"""The plots: each is drawn once and kept as PNG, for papers, and as SVG that takes the colours of the page.
-
-A function that draws returns a `Chart`, or a line that says what the run did not measure.
-"""
+"""The plots, as PNG; a function that draws returns a `Chart`, or None where the run did not measure what it shows."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import itertools
-import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from elfatt_sd.config import COLOURED
 from elfatt_sd.errors import need
-from elfatt_sd.evaluation.records import Estimate, estimate
+from elfatt_sd.evaluation.records import Estimate
 from elfatt_sd.evaluation.report.data import BASELINE, NULL, PARTS, Results, Row, shortened
-from elfatt_sd.evaluation.report.tables import decimals_for, fixed, interval
 from elfatt_sd.evaluation.statistics import BETTER, WORSE
 
 if TYPE_CHECKING:
@@ -28,67 +23,47 @@ if TYPE_CHECKING:
 INK, RULE, PAPER = "#1c2024", "#dcdfe3", "#ffffff"
 BASE, SHADOW = "#6a7077", "#8d939a"
 METHODS = ("#0072b2", "#d55e00", "#008a63", "#a8468f", "#9a6a00", "#2b8cc4", "#7a4fd0", "#b03a48")
-METHODS_DARK = ("#4aa8e0", "#ff8b45", "#2fc096", "#d987c3", "#e0ae3d", "#8fd0f5", "#b39bf2", "#f0919c")
 _MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"), ("P", "✚"), ("X", "✖"), ("p", "⬟"))
 _FIXED = {name: slot for slot, name in enumerate(COLOURED)}
-# Colours of a plot, and the page's variables for them.
-_VARIABLES = {INK: "--ink", RULE: "--rule", PAPER: "--paper", BASE: "--base", SHADOW: "--shadow"}
-_VARIABLES |= {colour: f"--m{slot}" for slot, colour in enumerate(METHODS)}
 WIDTH, HEIGHT = 5.2, 3.5  # inches; one column of the page
 CROWDED_HEIGHT = 4.8
-_ACROSS = {part: f"Seconds per image, {said} (left is better)" for part, said in PARTS.items()}
-_ACROSS["memory"] = "GiB per image of a batch (left is better)"
+_LOOK = Path(__file__).with_name("plots.mplstyle")
 _LEGEND = 32  # characters of a name in a legend of two columns
 _NAME = 34  # characters of a row's name next to a plot
 
 
 class Style(NamedTuple):
-    """How a method looks: colour on white paper, the page's variable for it, marker in plots and in text."""
+    """How a row looks: its colour, and its marker in plots and in text."""
 
     colour: str
-    variable: str
     marker: str
     glyph: str
 
 
-class Palette:
-    """The styles of a run's methods: known methods always have the same, others take what is free.
-
-    Past the number of colours, a colour comes again with another marker.
-    """
-
-    def __init__(self, results: Results) -> None:
-        self._slots: dict[str, int] = {}
-        taken = {_FIXED[row.method] for row in results.methods if row.method in _FIXED}
-        free = (slot for slot in itertools.count() if slot not in taken)
-        for row in results.methods:
-            if row.label not in self._slots:
-                slot = _FIXED.get(row.method)
-                self._slots[row.label] = next(free) if slot is None or slot in self._slots.values() else slot
-
-    def style(self, row: Row) -> Style:
-        if row.role == BASELINE:
-            return Style(BASE, "--base", "o", "○")
-        if row.role == NULL:
-            return Style(SHADOW, "--shadow", "d", "◇")
-        turn, slot = divmod(self._slots[row.label], len(METHODS))
-        return Style(METHODS[slot], f"--m{slot}", *_MARKERS[(slot + turn) % len(_MARKERS)])
+def styles(results: Results) -> dict[Row, Style]:
+    """Known methods always have the same style, others take what is free; past the colours, one has another marker."""
+    taken = {_FIXED[row.method] for row in results.methods if row.method in _FIXED}
+    free = (slot for slot in itertools.count() if slot not in taken)
+    slots: dict[str, int] = {}
+    for row in results.methods:
+        if row.label not in slots:
+            slot = _FIXED.get(row.method)
+            slots[row.label] = next(free) if slot is None or slot in slots.values() else slot
+    places = {row: divmod(slots[row.label], len(METHODS)) for row in results.methods}
+    found = {
+        row: Style(METHODS[slot], *_MARKERS[(slot + turn) % len(_MARKERS)]) for row, (turn, slot) in places.items()
+    }
+    others = {BASELINE: Style(BASE, "o", "○"), NULL: Style(SHADOW, "d", "◇")}
+    return {row: found.get(row) or others[row.role] for row in results.rows}
 
 
 class Chart(NamedTuple):
-    """A drawn figure with its words; `points` are its data, for those who cannot see it."""
+    """A drawn figure with its words."""
 
     name: str  # the file name without its ending
     title: str  # what it shows
     caption: str  # how to read it
     figure: Figure
-    points: list[str]
-    svg: str = ""  # inline SVG, without references to anything outside
-    png: bytes = b""
-
-    @property
-    def alt(self) -> str:
-        return f"{self.title}. {'; '.join(self.points)}."
 
 
 def figure_and_axes(height: float = HEIGHT, width: float = WIDTH) -> tuple[Figure, Axes]:
@@ -107,88 +82,73 @@ class Mark(NamedTuple):
     row: Row
     value: Estimate
     each: Sequence[float] = ()
-    said: str = ""  # behind the figures, for those who cannot see the plot
     filled: bool = True
 
 
-def _strips(
-    results: Results, palette: Palette, marks: Sequence[Mark], label: str, words: tuple[str, str, str]
-) -> Chart:
-    wide = 1 + results.crowded
+def _strips(results: Results, marks: Sequence[Mark], label: str, words: tuple[str, str, str]) -> Chart:
+    wide, looks = 1 + results.crowded, styles(results)
     figure, axes = figure_and_axes(0.9 + 0.27 * len(marks), WIDTH * (1.4 if results.crowded else 1))
     axes.set_yticks(range(len(marks)), [shortened(mark.row.name, wide * _NAME) for mark in marks])
     axes.set_ylim(len(marks) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(label)
-    decimals = decimals_for(mark.value for mark in marks)
-    points = []
     for place, mark in enumerate(marks):
-        style, value = palette.style(mark.row), mark.value
+        style, value = looks[mark.row], mark.value
         if mark.each:
             axes.plot(mark.each, [place] * len(mark.each), "|", color=style.colour, alpha=0.3, markersize=8)
         if value.ends:
             axes.hlines(place, *value.ends, color=style.colour, linewidth=2.2)
         face, edge = style.colour if mark.filled else PAPER, PAPER if mark.each else style.colour
         axes.plot(value.value, place, style.marker, color=face, markeredgecolor=edge, markersize=6.5)
-        figures = f"{fixed(value.value, decimals)} {interval(value, decimals)}".strip()
-        points.append(f"{mark.row.name}: {figures}{mark.said}")
-    return Chart(*words, figure, points)
+    return Chart(*words, figure)
 
 
-def differences(results: Results, palette: Palette) -> Chart | str:
-    """Draw each row's paired difference in distance to the baseline, with interval, zero line and the null row."""
-    name, marks = results.distance or "distance", []
-    for row in sorted(results.rows, key=lambda row: row.role != NULL):
-        difference = row.figure(name).difference
-        if row.role != BASELINE and difference.estimate is not None:
-            said, judged = f", {difference.verdict or 'no verdict'}", difference.verdict in (BETTER, WORSE)
-            marks.append(Mark(row, difference.estimate, (), said, judged))
+def differences(results: Results) -> Chart | None:
+    """Draw each method's paired difference in distance to the baseline, with its interval, and a line at zero."""
+    name = results.distance or "distance"
+    found = {row: row.figure(name).difference for row in results.methods}
+    marks = [
+        Mark(row, difference.estimate, filled=difference.verdict in (BETTER, WORSE))
+        for row, difference in found.items()
+        if difference.estimate is not None
+    ]
     if not marks:
-        why = "the classes are too few" if results.withheld(name) else "no paired difference was measured"
-        return f"Difference to the untouched pipeline: {why}."
-    null = marks[0].value if marks[0].row.role == NULL else None
+        return None
     caption = "Line: 95 % interval of the paired difference. Filled: a verdict, since the interval excludes zero."
     if results.extrapolated(name):
         caption += " The difference is extrapolated to infinitely many images."
-    if null is not None:
-        caption += (
-            " Shaded: the interval of the null row, the untouched pipeline with other seeds, where nothing but chance "
-            "is at work; it may go on beyond the edge. Other seeds share no latents with the baseline."
-        )
+    null = results.null and results.null.figure(name).difference.estimate
+    if null and null.ends:
+        caption += " Shaded: that of the null row, the untouched pipeline with other seeds: chance alone."
     words = "difference", f"Difference in {name} to the untouched pipeline", caption
-    chart = _strips(results, palette, marks, f"{name} minus untouched (left is better)", words)
+    chart = _strips(results, marks, f"{name} minus untouched (left is better)", words)
     (axes,) = chart.figure.axes
     axes.axvline(0, color=INK, linewidth=0.9)
-    if null is not None and null.ends:
+    if null and null.ends:
+        axes.set_xlim(axes.get_xlim())  # of the methods; the null row's interval may be far wider
         axes.axvspan(*null.ends, color=SHADOW, alpha=0.15, linewidth=0)
-    # the interval of the null row may be so wide that it presses all others together
-    kept = [mark.value for mark in marks if mark.row.role != NULL] or [mark.value for mark in marks]
-    places = [0.0, *(end for value in kept for end in value.ends or ()), *(mark.value.value for mark in marks)]
-    margin = 0.08 * (max(places) - min(places)) or 1.0
-    axes.set_xlim(min(places) - margin, max(places) + margin)
     return chart
 
 
-def closeness(results: Results, palette: Palette) -> Chart | str:
+def closeness(results: Results) -> Chart | None:
     """Draw each row's PSNR to the untouched images: the mean with its interval, and every image."""
     marks = []
     for row in results.rows:
         if row.role != BASELINE and row.psnr is not None:
-            each = [value for value in row.changes["psnr"].pictures if value is not None]
-            marks.append(Mark(row, row.psnr, each, f", lowest {min(each):.1f}" if each else ""))
+            marks.append(Mark(row, row.psnr, [value for value in row.changes["psnr"].pictures if value is not None]))
     if not marks:
-        return "Closeness to the untouched images: no row has a PSNR."
+        return None
     caption = (
         "Symbol and thick line: mean over the images that differ, with its 95 % interval. Thin strokes: every "
         "image, against the untouched pipeline's from the same latent. The null row shows how far apart unrelated "
         "images are."
     )
     words = "closeness", "Closeness to the untouched images", caption
-    return _strips(results, palette, marks, "PSNR to untouched, dB (right is closer)", words)
+    return _strips(results, marks, "PSNR to untouched, dB (right is closer)", words)
 
 
-# Plots of one figure over another.
+# Closeness over time.
 
 
 class Spot(NamedTuple):
@@ -199,104 +159,46 @@ class Spot(NamedTuple):
     up: Estimate
 
 
-def distance_over(results: Results, palette: Palette, what: str) -> Chart | str:
-    """Draw the distance over the seconds per image of a part, or over the memory that one more image takes.
-
-    Up is the baseline's distance plus the row's paired difference, with the interval of that. Where the difference is
-    extrapolated, this is not the row's own distance.
-    """
-    title = {"end_to_end": "time", "unet": "UNet time", "memory": "memory"}[what]
-    name = results.distance
-    if name is None:
-        return f"Distance over {title}: no distance was measured."
-    if results.withheld(name):
-        return f"{name} over {title}: the classes are too few for a difference."
-    base = results.baseline.figure(name).value if results.baseline else None
-    ups: dict[Row, Estimate | None] = {}
-    for row in results.rows:
-        own, difference = row.figure(name).value, row.figure(name).difference.estimate
-        if base is not None and difference is not None:
-            ends = [base + end for end in difference.ends or ()]
-            ups[row] = estimate(base + difference.value, ends)
-        elif row is results.baseline or not results.extrapolated(name):
-            ups[row] = estimate(own)
-    caption = (
-        f"Line up and down: 95 % interval of the paired difference in {name} to the untouched pipeline (dashed); that "
-        f"of {name} itself, in the table, is wider."
-    )
-    if results.extrapolated(name):
-        caption += f" Height: {name} of the untouched pipeline plus the row's difference, extrapolated to infinitely "
-        caption += "many images."
-    file = f"distance_{title.lower().replace(' ', '_')}"
-    words = file, f"{name} over {title}", caption, f"{name} (down is better)"
-    return _trade_off(results, palette, what, ups.get, words, low_is_better=True)
-
-
-def closeness_over_time(results: Results, palette: Palette) -> Chart | str:
+def closeness_over_time(results: Results) -> Chart | None:
+    """Draw the PSNR to the untouched images over the time; the null row, which is far off, has no place there."""
+    part, looks = results.time_part, styles(results)
+    spots = []
+    for row in results.methods:
+        seconds = row.timed[part].seconds_per_image
+        if seconds is not None and row.psnr is not None:
+            spots.append(Spot(row, seconds, row.psnr))
+    if not spots:
+        return None
+    figure, axes = figure_and_axes(CROWDED_HEIGHT if results.crowded else HEIGHT)
+    axes.set_xlabel(f"Seconds per image, {PARTS[part]} (left is better)")
+    axes.set_ylabel("PSNR to untouched, dB (up is closer)")
+    best = front(spots)
+    series: dict[str, list[Spot]] = {}  # of each method, in order of appearance
+    for spot in spots:
+        series.setdefault(spot.row.label, []).append(spot)
+    for label, method in series.items():
+        style = looks[method[0].row]
+        axes.plot(
+            [spot.across for spot in method], [spot.up.value for spot in method], style.marker, color=style.colour,
+            linestyle="-" if _is_curve(method) else "", zorder=3, label=label if results.legend else None,
+        )  # fmt: skip
+        for spot in method:
+            if spot.up.ends and (spot in best or not results.crowded):
+                axes.vlines(spot.across, *spot.up.ends, color=style.colour, linewidth=0.9, alpha=0.6)
+            write_beside(axes, spot, str(spot.row.number) if results.crowded else spot.row.suffix, style.colour)
     caption = (
         "Mean over the images that differ, with its 95 % interval, each against the untouched pipeline's image "
         "from the same latent; a row with most images identical has no place. Closer is not the same as better."
     )
-    title = "Closeness to the untouched images over time"
-    words = "closeness_time", title, caption, "PSNR to untouched, dB (up is closer)"
-    return _trade_off(results, palette, results.time_part, lambda row: row.psnr, words)
-
-
-def _trade_off(
-    results: Results,
-    palette: Palette,
-    over: str,
-    up: Callable[[Row], Estimate | None],
-    words: tuple[str, str, str, str],
-    *,
-    low_is_better: bool = False,
-) -> Chart | str:
-    """Draw a figure over the time of a part or the memory; the null row, which may be far off, has no place there."""
-    name, title, caption, label = words
-    spots = []
-    for row in results.rows:
-        slope = row.slope.value if row.slope else None
-        across, value = slope if over == "memory" else row.timed[over].seconds_per_image, up(row)
-        if row.role != NULL and across is not None and value is not None:
-            spots.append(Spot(row, across, value))
-    if not spots:
-        return f"{title}: no row has both."
-    figure, axes = figure_and_axes(CROWDED_HEIGHT if results.crowded else HEIGHT)
-    axes.set_xlabel(_ACROSS[over])
-    axes.set_ylabel(label)
-    best = front(spots, low_is_better=low_is_better)
-    series: dict[tuple[str, str], list[Spot]] = {}  # of each method, in order of appearance
-    for spot in spots:
-        series.setdefault((spot.row.role, spot.row.label), []).append(spot)
-    for method in series.values():
-        row, colour = method[0].row, palette.style(method[0].row).colour
-        untouched = row.role == BASELINE
-        axes.plot(
-            [spot.across for spot in method], [spot.up.value for spot in method], palette.style(row).marker,
-            color=colour, linestyle="-" if _is_curve(method) else "", zorder=3,
-            label=row.label if results.legend or untouched else None, markerfacecolor=PAPER if untouched else colour,
-        )  # fmt: skip
-        if untouched:
-            axes.axhline(method[0].up.value, color=BASE, linewidth=0.8, linestyle="--", zorder=1)
-        for spot in method:
-            if spot.up.ends and (spot in best or not results.crowded):
-                axes.vlines(spot.across, *spot.up.ends, color=colour, linewidth=0.9, alpha=0.6)
-    caption += draw_front(axes, best)
+    caption += draw_front(axes, best) + (" Numbers: the rows of the table." if results.crowded else "")
     legend_above(figure, axes)
-    for spot in spots:
-        text = str(spot.row.number) if results.crowded else spot.row.suffix
-        write_beside(axes, spot, text, palette.style(spot.row).colour)
-    caption += " Numbers: the rows of the table." if results.crowded else ""
-    decimals = decimals_for(spot.up for spot in spots)
-    points = [f"{spot.row.name}: {spot.across:.3g}, {fixed(spot.up.value, decimals)}" for spot in spots]
-    return Chart(name, title, caption, figure, points)
+    return Chart("closeness_time", "Closeness to the untouched images over time", caption, figure)
 
 
-def front(spots: Sequence[Spot], *, low_is_better: bool) -> list[Spot]:
-    sign = 1 if low_is_better else -1
+def front(spots: Sequence[Spot]) -> list[Spot]:
     best: list[Spot] = []
-    for spot in sorted(spots, key=lambda spot: (spot.across, sign * spot.up.value)):
-        if not best or sign * spot.up.value < sign * best[-1].up.value:
+    for spot in sorted(spots, key=lambda spot: (spot.across, -spot.up.value)):
+        if not best or spot.up.value > best[-1].up.value:
             best.append(spot)
     return best
 
@@ -332,36 +234,10 @@ def legend_above(figure: Figure, axes: Axes) -> None:
     figure.legend([first[name] for name in names], shown, loc="outside upper left", ncols=columns)
 
 
-_STYLE: Any = {
-    "font.size": 9,
-    "font.family": "sans-serif",
-    "text.parse_math": False,  # labels are text, whatever they contain
-    "svg.fonttype": "none",
-    "svg.hashsalt": "elfatt-sd",
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": RULE,
-    "grid.linewidth": 0.5,
-    "figure.facecolor": PAPER,
-    "axes.facecolor": "none",
-    "savefig.facecolor": PAPER,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 5.5,
-}
-
-
-def draw_plots(results: Results, palette: Palette) -> tuple[list[Chart], list[str]]:
+def draw_plots(results: Results) -> list[tuple[Chart, bytes]]:
     with drawing():
-        made = [make(results, palette) for make in PLOTS]
-        charts = [chart for chart in made if isinstance(chart, Chart)]
-        plots = [chart._replace(svg=_inline_svg(chart), png=to_png(chart.figure)) for chart in charts]
-    return plots, [line for line in made if isinstance(line, str)]
+        made = [draw(results) for draw in (differences, closeness, closeness_over_time)]
+        return [(chart, to_png(chart.figure)) for chart in made if chart]
 
 
 @contextlib.contextmanager
@@ -369,8 +245,8 @@ def drawing() -> Iterator[None]:
     need("a plot", "matplotlib")
     import matplotlib
 
-    with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # the page's own fonts may have it
+    with matplotlib.rc_context(fname=_LOOK), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from")  # names may be in any script
         yield
 
 
@@ -378,27 +254,3 @@ def to_png(figure: Figure) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=200, metadata={"Software": None})
     return file.getvalue()
-
-
-PLOTS: Sequence[Callable[[Results, Palette], Chart | str]] = (
-    differences,
-    *(functools.partial(distance_over, what=what) for what in (*PARTS, "memory")),
-    closeness,
-    closeness_over_time,
-)
-
-
-def _inline_svg(chart: Chart) -> str:
-    """Write SVG that is fit for a page: no prolog, ids of its own, colours from the page's variables."""
-    file = io.StringIO()
-    chart.figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = file.getvalue()[file.getvalue().index("<svg") :]
-    svg = re.sub(r"<(metadata|style)\b.*?</\1>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\s(xmlns(:xlink)?|version)="[^"]*"', "", svg, count=3).replace("xlink:href=", "href=")
-    svg = re.sub(r'(\bid="|href="#|url\(#)', lambda match: f"{match[1]}{chart.name}-", svg)
-    for colour, variable in _VARIABLES.items():
-        svg = re.sub(f"(?<=: ){re.escape(colour)}\\b", f"var({variable})", svg)
-    svg = re.sub(r"font: ([^;\"]*?)'[^\"]*?sans-serif", r"font: \1sans-serif", svg)
-    width, height = (float(side) for side in re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups())  # type: ignore[union-attr]
-    svg = re.sub(r"^<svg [^>]*>", f'<svg viewBox="0 0 {width:g} {height:g}" aria-hidden="true" focusable="false">', svg)
-    return re.sub(r">\s+<", "><", svg)

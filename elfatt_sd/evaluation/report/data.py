@@ -13,7 +13,6 @@ from msgspec import Struct, structs
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import records
 from elfatt_sd.evaluation.run import RESULTS_FILE
-from elfatt_sd.evaluation.statistics import TOO_FEW
 from elfatt_sd.files import checked
 
 BASELINE, NULL, METHOD = "baseline", "null", "method"
@@ -141,11 +140,6 @@ class Results(Struct, eq=False, dict=True):
 
     def extrapolated(self, name: str) -> bool:
         return any(row.figure(name).difference.images == "infinite" for row in self.rows)
-
-    def withheld(self, name: str) -> bool:
-        """Tell whether differences are not shown: extrapolated, of too few classes."""
-        few = any(row.figure(name).difference.verdict == TOO_FEW for row in self.rows)
-        return few and self.extrapolated(name)
 
 
 def load_results(folder: Path) -> Results:

@@ -1,17 +1,19 @@
-"""The tables of a report: what each column shows of a row, as Markdown and LaTeX; and every figure as CSV."""
+"""What a report says of a run: its tables, as Markdown; every figure, as CSV; a headline and at most four findings.
+
+A sentence claims a gain only where the figures carry it: a verdict for quality, spread and null row for time.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from elfatt_sd.evaluation.protocols import PRINTED
+from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.records import Estimate, estimate
 from elfatt_sd.evaluation.report.data import (
     ACCURACY,
@@ -23,17 +25,21 @@ from elfatt_sd.evaluation.report.data import (
     setting_text,
     setting_title,
 )
-from elfatt_sd.evaluation.statistics import BETTER, TOO_FEW, WORSE
+from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
 MISSING, DASH, REFERENCE = "not measured", "—", "reference"
 MINUS, TIMES, TO = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 OTHER_IMAGE = 20  # dB: below, little is left of the untouched image; unrelated ones have 10 to 20
 TIME_COLUMNS = {"end_to_end": "s/img", "unet": "UNet, s/img"}
-_PRINTED = dict(zip(PRINTED, (("FID ↓", 1), ("s/img", 3), ("GB/img", 2)), strict=True))
+_PRINTED = {"FID": ("FID ↓", 1), "seconds_per_image": ("s/img", 3), "gb_per_image": ("GB/img", 2)}
 _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 _ARROWS = {"higher": " ↑", "lower": " ↓"}
-_REORDERING = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # signs by which a text shows other words than it holds
-_CONTROL = re.compile(rf"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f{_REORDERING}\ud800-\udfff\ufffe\uffff]")
+_MANY = 10  # comparisons from which on chance verdicts are worth a word
+_ERROR_RATE = 0.05  # of a 95 % interval
+_TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before a headline says so
+_QUALITY = {BETTER: "better in", NO_DIFFERENCE: "not shown to be worse in", WORSE: "worse in"}
+_COUNTED = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "without a difference shown"}
+_NOT_WORSE = (BETTER, NO_DIFFERENCE)
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,7 @@ def figure_columns(results: Results, name: str, arrow: str = "") -> list[Column]
     columns = [(f"{title}{arrow}", estimates(results, [each.estimate for each in figures], paired=compares))]
     if any(moved) or any(verdicts):
         limit = ", extrapolated" if results.extrapolated(name) else ""  # to infinitely many images
-        reasons = [DASH if results.withheld(name) else None] * len(moved)
+        reasons = [DASH if said == TOO_FEW else None for said in verdicts]  # it is not shown
         columns.append((f"{names[0]}{limit}", estimates(results, moved, sign=True, paired=True, reasons=reasons)))
     if any(verdicts):
         none = [replace(_missing(row, paired=True), kind="text") for row in results.rows]
@@ -187,7 +193,7 @@ def figure_columns(results: Results, name: str, arrow: str = "") -> list[Column]
 
 
 def closeness_columns(results: Results) -> list[Column]:
-    """The columns of PSNR, of the PSNR of the image that is changed most where it was kept, of SSIM and cosine."""
+    """The columns of PSNR, of the PSNR of the image that is changed most, of SSIM and cosine."""
     psnr, ssim, cosine = (
         estimates(results, [row.changes[name].estimate for row in results.rows], least=least, paired=True)
         for name, least in {"psnr": 1, "ssim": 2, "cosine": 2}.items()
@@ -204,9 +210,7 @@ def closeness_columns(results: Results) -> list[Column]:
             psnr[place] = Field("identical", f"({equal})")
         elif equal:
             psnr[place] = replace(psnr[place], remark=f"{equal} identical")
-    kept = any(row.paired.psnr.lowest is not None for row in results.rows)
-    middle = [("Lowest PSNR, dB", lowest)] if kept else []
-    return [("PSNR, dB", psnr), *middle, ("SSIM", ssim), ("Feature cosine", cosine)]
+    return [("PSNR, dB", psnr), ("Lowest PSNR, dB", lowest), ("SSIM", ssim), ("Feature cosine", cosine)]
 
 
 def time_column(results: Results, part: str) -> Column:
@@ -256,14 +260,6 @@ def span(value: Estimate, decimals: int) -> str:
     return TO.join(fixed(end, decimals) for end in value.ends or ())
 
 
-def shown(text: str) -> str:
-    """Put a sign for each control character but tabs and ends of lines: pages and tables must not hold them.
-
-    So do signs that turn the order of letters around.
-    """
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
-
-
 def join_names(names: Iterable[str]) -> str:
     """Write a list as in a sentence: `a, b and c`."""
     *first, last = list(names) or ["none"]
@@ -279,12 +275,24 @@ def plural(count: int, noun: str) -> str:
 # Files.
 
 
-def _texts(table: Table) -> list[list[str]]:
-    return [[f"{entry.text} {entry.small}".strip() for entry in line.entries] for line in table.lines]
+def written_tables(results: Results) -> dict[str, str]:
+    """Return the table in its two written forms, by the names of their files."""
+    metrics, published = metrics_table(results), results.published
+    bullets = "".join(f"- {md_escape(sentence)}\n" for sentence in findings(results))
+    parts = [f"# {md_escape(results.name)}", md_escape(headline(results)), bullets]
+    parts += [to_markdown(main_table(results)), md_escape(comparison(results))]
+    if published.rows:
+        titles, lines = published_table(results)
+        table = md_table(titles, lines, [title != "Method" for title in titles])
+        parts += [f"## Published figures ({md_escape(str(published.source))})", table]
+    parts += ["## Further metrics", to_markdown(metrics)] if metrics else []
+    parts += ["## More measures", to_markdown(more_table(results))]
+    return {"table.csv": to_csv(results), "table.md": "\n\n".join(part.strip() for part in parts) + "\n"}
 
 
 def to_markdown(table: Table) -> str:
-    return md_table(table.titles, _texts(table), table.figures)
+    texts = [[f"{entry.text} {entry.small}".strip() for entry in line.entries] for line in table.lines]
+    return md_table(table.titles, texts, table.figures)
 
 
 def md_table(titles: Sequence[str], lines: Sequence[Sequence[str]], figures: Sequence[bool]) -> str:
@@ -297,31 +305,6 @@ def md_escape(text: str) -> str:
     escaped = {"<": "&lt;", ">": "&gt;"}
     text = "".join(escaped.get(char, f"\\{char}" if char in "\\`*_[]|" else char) for char in text)
     return " ".join(text.split())
-
-
-_TEX = str.maketrans(
-    {
-        **{char: f"\\{char}" for char in "{}$&#%_"},
-        "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
-        "<": r"\textless{}", ">": r"\textgreater{}", MINUS: "$-$", TIMES: r"$\times$", TO: "--", DASH: "---",
-        "·": r"$\cdot$", "↓": r"$\downarrow$", "↑": r"$\uparrow$", "∞": r"$\infty$",
-        "[": "{[}", "]": "{]}", "*": "{*}",  # which would belong to a line's end before them
-    }
-)  # fmt: skip
-
-
-def tex_escape(text: str) -> str:
-    return " ".join(text.split()).translate(_TEX)
-
-
-def to_latex(table: Table, caption: str, label: str) -> str:
-    columns = "".join("r" if figures else "l" for figures in table.figures)
-    head, *body = (f"    {' & '.join(map(tex_escape, cells))} \\\\" for cells in (table.titles, *_texts(table)))
-    lines = ["% needs \\usepackage{booktabs}", "\\begin{table*}[htbp]", "  \\scriptsize", "  \\centering"]
-    lines += ["  \\setlength{\\tabcolsep}{3pt}", f"  \\caption{{{tex_escape(caption)}}}"]
-    lines += [f"  \\label{{tab:{re.sub('[^A-Za-z0-9:-]', '-', label)}}}", f"  \\begin{{tabular}}{{{columns}}}"]
-    lines += ["    \\toprule", head, "    \\midrule", *body, "    \\bottomrule", "  \\end{tabular}", "\\end{table*}"]
-    return "\n".join(lines) + "\n"
 
 
 def to_csv(results: Results) -> str:
@@ -368,3 +351,129 @@ def _figure_fields(name: str, row: Row) -> dict[str, Any]:
 def _fields(name: str, value: Estimate | None, ends: tuple[str, ...] = ()) -> dict[str, Any]:
     figures = (value.value, value.low, value.high) if value else (None, None, None)
     return dict(zip((name, *(ends or (f"{name} low", f"{name} high"))), figures, strict=True))
+
+
+# Sentences.
+
+
+def headline(results: Results) -> str:
+    """Say what a user wants to know: the fastest method that is not shown to be worse, and how close it stays."""
+    best = recommended(results)
+    if best is None or best.speed is None:
+        return "Time was not measured."
+    times, spread = fixed(best.speed.value, 2), span(best.speed, 2)
+    alone = "UNet alone, " if results.time_part == "unet" else ""
+    figures = f"{best.name}: {times} times as fast as the untouched pipeline ({alone}{spread})"
+    verdicts = best.verdicts
+    for verdict, words in _QUALITY.items():
+        names = [name.removesuffix(" mean") for name, found in verdicts.items() if found == verdict]
+        figures += f", {words} {join_names(names)}" if names else ""
+    if best.mostly_identical:
+        figures += ", most images identical"
+    elif best.psnr is not None:
+        figures += f", PSNR {fixed(best.psnr.value, 1)} dB"
+    again = results.null and results.null.speed
+    if again and max(abs(again.value - 1), *(abs(end - 1) for end in again.ends or ())) >= _TRIFLE:
+        figures += f"; untouched timed again: {_times(again)}"
+    faster = _is_faster(results, best)
+    if faster and WORSE not in verdicts.values():
+        if best.verdict in _NOT_WORSE:
+            return f"{figures}."
+        few = TOO_FEW in {row.verdict for row in results.methods}
+        why = "the classes are too few" if few else "no paired difference was measured"
+        return f"{figures}. Its quality is not judged: {why}."
+    if faster:
+        return f"No setting is shown to be faster without being worse. {figures}."
+    rounds = len(best.timed[results.time_part].values)
+    needed = f" by {plural(rounds, 'round')} of timing ({FEW_REPEATS} are needed)" if rounds < FEW_REPEATS else ""
+    return f"No setting is shown to be faster{needed}. {figures}."
+
+
+def findings(results: Results) -> list[str]:
+    """Speak of verdicts, chance, speed, and what limits the run: few images or rounds, unreadable ones, failed rows."""
+    unreadable = [*dict.fromkeys(name for part in results.reference.values() for name in part.unreadable)]
+    failed = [row.name for row in results.rows if row.failed]
+    limit = results.protocol.get("limit")
+    gaps = [f"A quick look: every row was limited to {plural(limit, 'image')}."] if limit else []
+    gaps += [f"Time: {results.timing['note']}."] if results.timing.get("note") else []
+    if unreadable:
+        gaps.append(f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}.")
+    gaps += [f"Failed: {join_names(failed)}."] if failed else []
+    parts = [_verdicts(results), _null(results), _speed(results), " ".join(gaps)]
+    return [part for part in parts if part]
+
+
+def comparison(results: Results) -> str:
+    if not results.published.rows:
+        return "No published table belongs to this protocol; a number means nothing without its protocol's name."
+    return (
+        "Compare the direction of differences to the untouched pipeline and ratios of times, not values: they move "
+        "with the protocol, weights, resizing and random numbers, and published ones come without intervals."
+    )
+
+
+def recommended(results: Results) -> Row | None:
+    """Return the fastest method that is shown to be faster and judged not to be worse, or what comes next to that."""
+    timed = _fastest(results)
+    faster = [row for row in timed if _is_faster(results, row)]
+    good = [row for row in faster if WORSE not in row.verdicts.values()]
+    judged = [row for row in good if row.verdict in _NOT_WORSE]
+    unfailed = next((row for row in results.methods if not row.failed), None)
+    return next(iter(judged or good or faster or timed), unfailed)
+
+
+def _fastest(results: Results) -> list[Row]:
+    """Return the methods that were timed, the fastest first."""
+    speeds = {row: row.speed.value for row in results.methods if row.speed and not row.failed}
+    return sorted(speeds, key=lambda row: -speeds[row])
+
+
+def _is_faster(results: Results, row: Row) -> bool:
+    """Tell whether all rounds were faster, and faster than the null row's, and there were enough of them."""
+    own, again = ((each and each.speed and each.speed.ends) or (0.0, 0.0) for each in (row, results.null))
+    return len(row.timed[results.time_part].values) >= FEW_REPEATS and own[0] > max(1.0, again[1])
+
+
+def _times(ratio: Estimate) -> str:
+    return f"{fixed(ratio.value, 2)} times ({span(ratio, 2)})"
+
+
+def _verdicts(results: Results) -> str:
+    """Count the verdicts of the first figure that has any, or say that the classes are too few for any."""
+    said = [row.verdict for row in results.methods]
+    if TOO_FEW in said:
+        rest = " but that of accuracy" if results.attributes else ""
+        why = f"an interval over fewer than {FEWEST_CLASSES} classes of one size may be far too short"
+        return f"No verdicts, and no intervals{rest}: {why}."
+    counts = [f"{said.count(known)} {title}" for known, title in _COUNTED.items() if known in said]
+    if not counts:
+        return ""
+    count, chance = sum(map(said.count, _COUNTED)), ""
+    if count >= _MANY:
+        chance = f"; of {count} that do not differ, about {max(round(count * _ERROR_RATE), 1)} would get a verdict"
+    judge = results.judges[0]
+    return f"By {judge}, of {plural(count, 'setting')}: {join_names(counts)} (paired 95 % intervals{chance})."
+
+
+def _null(results: Results) -> str:
+    row, judges = results.null, results.judges
+    if row is None:
+        return "There is no null row: how far chance alone moves the figures is not known."
+    found = row.figure(judges[0]).difference.estimate if judges else None
+    if found is None:
+        return ""
+    decimals = decimals_for([found])
+    figure = f"{fixed(found.value, decimals, sign=True)} {interval(found, decimals, sign=True)}".strip()
+    odd = [name for name, verdict in row.verdicts.items() if verdict in (BETTER, WORSE)]
+    more = f" It was judged different in {join_names(odd)}, so every verdict needs more images." if odd else ""
+    return f"The null row, the same pipeline with other seeds, differs by {figure} in {judges[0]}, by chance.{more}"
+
+
+def _speed(results: Results) -> str:
+    best, again = next(iter(_fastest(results)), None), results.null and results.null.speed
+    if best is None or best.speed is None:
+        return "Time was not measured."
+    place = f" on {results.hardware}" if results.hardware else ""
+    start = "Fastest by the median" if _is_faster(results, best) else "None is shown to be faster; highest median"
+    noise = f"; the null row, untouched again: {_times(again)}" if again else ""
+    return f"{start}, {PARTS[results.time_part]}{place}: {best.name}, {_times(best.speed)} as fast{noise}."

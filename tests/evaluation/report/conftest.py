@@ -5,7 +5,8 @@ import copy
 import pytest
 from support.runs import Page, build_run, build_sweep
 
-from elfatt_sd.evaluation.report import charts, load_results, write_report
+from elfatt_sd.evaluation.report.data import load_results
+from elfatt_sd.evaluation.report.page import write_report
 
 
 @pytest.fixture(scope="session")
@@ -24,14 +25,3 @@ def results(run):
 @pytest.fixture
 def sweep():
     return build_sweep()
-
-
-@pytest.fixture
-def one_plot(monkeypatch):
-    """One plot is drawn: for reports whose words are looked at."""
-    monkeypatch.setattr(charts, "PLOTS", [charts.closeness])
-
-
-@pytest.fixture(autouse=True)
-def few_plots():
-    """Reports have all of their plots here."""

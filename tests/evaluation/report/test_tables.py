@@ -7,11 +7,20 @@ import pytest
 from support.runs import Page, save
 
 from elfatt_sd.evaluation.records import Estimate
-from elfatt_sd.evaluation.report import charts, load_results, write_report, written_tables
-from elfatt_sd.evaluation.report.charts import PAPER, Palette
-from elfatt_sd.evaluation.report.data import Results, shortened
-from elfatt_sd.evaluation.report.summary import findings, headline, recommended
-from elfatt_sd.evaluation.report.tables import decimals_for, fixed, main_table, more_table, to_markdown
+from elfatt_sd.evaluation.report.charts import PAPER, differences
+from elfatt_sd.evaluation.report.data import Results, load_results, shortened
+from elfatt_sd.evaluation.report.page import write_report
+from elfatt_sd.evaluation.report.tables import (
+    decimals_for,
+    findings,
+    fixed,
+    headline,
+    main_table,
+    more_table,
+    recommended,
+    to_markdown,
+    written_tables,
+)
 from elfatt_sd.evaluation.statistics import TOO_FEW
 
 NONE = "no difference shown"
@@ -52,7 +61,7 @@ def speed(results, ratios, null=(0.98, 1.0, 1.02), rounds=5):
 
 
 def test_tables_are_unchanged(results, sweep, snapshot):
-    """As CSV, Markdown and LaTeX, with all sentences."""
+    """As CSV and Markdown, with all sentences."""
     assert written_tables(Results.of(results)) == snapshot
     assert to_markdown(main_table(Results.of(sweep))) == snapshot
 
@@ -87,7 +96,7 @@ def test_what_was_not_measured_says_so_and_why(results):
 
 
 def test_identical_and_lost_pictures_are_counted(results):
-    """Below 20 dB little is left of the untouched picture. Older results do not have the lowest."""
+    """Below 20 dB little is left of the untouched picture."""
     results["rows"][2]["paired"]["psnr"]["pictures"][:3] = [19.99, 20.0, None]
     most, some, all_ = (results["rows"][place]["paired"]["psnr"] for place in (-1, -2, -3))
     most["identical"], some["identical"] = 61, 3
@@ -103,9 +112,6 @@ def test_identical_and_lost_pictures_are_counted(results):
     assert said == ["identical", f"{some['lowest']:.1f}", f"{most['lowest']:.1f}"]
     assert [entry.note for entry in lowest[1:4]] == ["(64 below 20)", "(1 below 20)", ""]
     assert [row.psnr is None for row in shown.rows[-3:]] == [True, False, True], "which have no place in plots"
-    for row in filter(lambda row: row["paired"], results["rows"]):
-        row["paired"]["psnr"].pop("lowest")
-    assert "Lowest PSNR, dB" not in columns(more_table(Results.of(results)))
 
 
 def test_rows_are_told_apart_and_settings_that_vary_have_their_column(results):
@@ -161,7 +167,7 @@ def test_the_headline_names_the_fastest_that_is_not_worse(results, ratios, given
 
 
 def test_a_loss_in_any_figure_keeps_a_row_from_the_headline(results):
-    """No gain in one makes up for a loss in another: accuracy, any distance, a metric. The noise is told."""
+    """No gain in one makes up for a loss in another: accuracy, any distance, a metric."""
     speed(results, [MORE, HALF], null=(1.1, 1.2, 1.3))
     assert recommended(verdicts(results, *["better"] * 9)).name == "ToMe-SD 0.1"
     assert headline(Results.of(results)).endswith("; untouched timed again: 1.20 times (1.10–1.30).")  # noqa: RUF001
@@ -192,7 +198,6 @@ def test_four_findings(results, sweep, snapshot):
     assert "There is no null row" in findings(Results.of(results))[1]
 
 
-@pytest.mark.usefixtures("one_plot")
 def test_no_verdict_and_no_extrapolated_difference_of_few_classes_is_shown(tmp_path, results):
     """Of two images the extrapolation may say -2132: no table, file, sentence or plot repeats it."""
     for row in results["rows"]:
@@ -204,18 +209,16 @@ def test_no_verdict_and_no_extrapolated_difference_of_few_classes_is_shown(tmp_p
     save(tmp_path, results)
     page, shown = write_report(load_results(tmp_path)), Results.of(results)
     texts = [path.read_text(encoding="utf-8") for path in page.parent.glob("table.*")]
-    assert all(text.count(TOO_FEW) >= 9 for text in texts) and len(texts) == 3
+    assert all(text.count(TOO_FEW) >= 9 for text in texts) and len(texts) == 2
     texts += [page.read_text(encoding="utf-8"), headline(shown), *findings(shown)]
     assert not any(number in text for text in texts for number in ("2132", "5132", "868.0", "+868"))
-    assert not any(re.search(r"\b(better|worse)\b", text) for text in [*texts[:3], *texts[4:]])
+    assert not any(re.search(r"\b(better|worse)\b", text) for text in [*texts[:2], *texts[3:]])
     assert sum(item.get("class") == "few" for item in Page(page).all("td")) == 2 * 9, "distance and kernel distance"
     assert findings(shown)[0].startswith("No verdicts, and no intervals: an interval over fewer than 30 classes")
-    palette = Palette(shown)
-    for made in (charts.differences(shown, palette), charts.distance_over(shown, palette, "end_to_end")):
-        assert isinstance(made, str) and "the classes are too few" in made
+    assert differences(shown) is None
     for _, distance in distances(results):
         distance.get("difference", {}).pop("images", None)
-    (marks,) = charts.differences(Results.of(results), palette).figure.axes
+    (marks,) = differences(Results.of(results)).figure.axes
     assert {line.get_markerfacecolor() for line in marks.lines if line.get_marker() in "os^dD"} == {PAPER}
 
 
