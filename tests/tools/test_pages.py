@@ -66,7 +66,7 @@ def test_what_is_published_is_of_one_piece_and_removes_nothing_else(run: Path, t
     target, results = publish(load_results(run), tmp_path), json.loads((run / "results.json").read_text())
     assert json.loads((target / "results.json").read_text()) == results
     tables = {"table.md", "table.csv", "difference.png", "closeness.png"}
-    assert names(target) == {"results.json", "index.html", "closeness_time.png"} | tables
+    assert names(target) == {"results.json", "index.html", "closeness_time.png", "distance_time.png"} | tables
     (target / "README.md").write_text("by hand")
     for row in results["rows"]:
         row["time"] = None

@@ -6,7 +6,7 @@ import contextlib
 import io
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -160,19 +160,45 @@ class Spot(NamedTuple):
 
 
 def closeness_over_time(results: Results) -> Chart | None:
-    """Draw the PSNR to the untouched images over the time; the null row, which is far off, has no place there."""
-    part, looks = results.time_part, styles(results)
+    caption = (
+        "Mean over the images that differ, with its 95 % interval, each against the untouched pipeline's image "
+        "from the same latent; a row with most images identical has no place. Closer is not the same as better."
+    )
+    words = "closeness_time", "Closeness to the untouched images over time", caption
+    return _over_time(results, lambda row: row.psnr, words, "PSNR to untouched, dB (up is closer)")
+
+
+def distance_over_time(results: Results) -> Chart | None:
+    name = results.distance
+    if name is None:
+        return None
+    caption = (
+        f"{name} with its own 95 % interval; that of the paired difference, in its plot, is narrower."
+    )
+    words = "distance_time", f"{name} over time", caption
+    return _over_time(results, lambda row: row.figure(name).estimate, words, f"{name} (down is better)", sign=-1)
+
+
+def _over_time(
+    results: Results,
+    up: Callable[[Row], Estimate | None],
+    words: tuple[str, str, str],
+    label: str,
+    sign: int = 1,
+) -> Chart | None:
+    """Draw a figure over the time; the null row, which is far off, has no place there."""
+    part, looks, (name, title, caption) = results.time_part, styles(results), words
     spots = []
     for row in results.methods:
-        seconds = row.timed[part].seconds_per_image
-        if seconds is not None and row.psnr is not None:
-            spots.append(Spot(row, seconds, row.psnr))
+        seconds, value = row.timed[part].seconds_per_image, up(row)
+        if seconds is not None and value is not None:
+            spots.append(Spot(row, seconds, value))
     if not spots:
         return None
     figure, axes = figure_and_axes(CROWDED_HEIGHT if results.crowded else HEIGHT)
     axes.set_xlabel(f"Seconds per image, {PARTS[part]} (left is better)")
-    axes.set_ylabel("PSNR to untouched, dB (up is closer)")
-    best = front(spots)
+    axes.set_ylabel(label)
+    best = front(spots, sign)
     series: dict[str, list[Spot]] = {}  # of each method, in order of appearance
     for spot in spots:
         series.setdefault(spot.row.label, []).append(spot)
@@ -186,19 +212,15 @@ def closeness_over_time(results: Results) -> Chart | None:
             if spot.up.ends and (spot in best or not results.crowded):
                 axes.vlines(spot.across, *spot.up.ends, color=style.colour, linewidth=0.9, alpha=0.6)
             write_beside(axes, spot, str(spot.row.number) if results.crowded else spot.row.suffix, style.colour)
-    caption = (
-        "Mean over the images that differ, with its 95 % interval, each against the untouched pipeline's image "
-        "from the same latent; a row with most images identical has no place. Closer is not the same as better."
-    )
     caption += draw_front(axes, best) + (" Numbers: the rows of the table." if results.crowded else "")
     legend_above(figure, axes)
-    return Chart("closeness_time", "Closeness to the untouched images over time", caption, figure)
+    return Chart(name, title, caption, figure)
 
 
-def front(spots: Sequence[Spot]) -> list[Spot]:
+def front(spots: Sequence[Spot], sign: int = 1) -> list[Spot]:
     best: list[Spot] = []
-    for spot in sorted(spots, key=lambda spot: (spot.across, -spot.up.value)):
-        if not best or spot.up.value > best[-1].up.value:
+    for spot in sorted(spots, key=lambda spot: (spot.across, -sign * spot.up.value)):
+        if not best or sign * spot.up.value > sign * best[-1].up.value:
             best.append(spot)
     return best
 
@@ -236,7 +258,7 @@ def legend_above(figure: Figure, axes: Axes) -> None:
 
 def draw_plots(results: Results) -> list[tuple[Chart, bytes]]:
     with drawing():
-        made = [draw(results) for draw in (differences, closeness, closeness_over_time)]
+        made = [draw(results) for draw in (differences, distance_over_time, closeness, closeness_over_time)]
         return [(chart, to_png(chart.figure)) for chart in made if chart]
 
 

@@ -58,7 +58,7 @@ def test_the_page_stands_alone_and_is_accessible(run):
     assert shown.all("html")[0]["lang"] == "en" and len(shown.all("h1")) == 1
     assert all(attributes.get("scope") for attributes in shown.all("th"))
     paths = list((folder / "report").glob("*.png"))
-    assert len(paths) == sum(item.get("src", "").startswith("data:image/png") for item in shown.all("img")) == 3
+    assert len(paths) == sum(item.get("src", "").startswith("data:image/png") for item in shown.all("img")) == 4
     for path in paths:
         with Image.open(path) as image:
             assert image.width > 900 and image.convert("L").getextrema()[0] < 100
