@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elfatt_sd import errors as checks
 from elfatt_sd.attention.ordering import BLOCK_ORDERS, Grid
-from elfatt_sd.benchmarking.report import Results, Session
+from elfatt_sd.benchmarking.report import Results, Session, make_exponents
 from elfatt_sd.benchmarking.variants import (
     AUTOTUNED,
     COMPILED,
@@ -47,6 +48,8 @@ from elfatt_sd.families.shapes import UNET_NAMES, call_arguments, dimensions_of_
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax, attentions, is_own
+from elfatt_sd.nn import ElfattAttention
+from elfatt_sd.nn.backbone import ATTENTIONS
 from elfatt_sd.phases import EXACT, Backend, Phase
 from elfatt_sd.runtime.call import Call as PatchCall
 from elfatt_sd.runtime.call import LayerCall, attend
@@ -57,8 +60,10 @@ from elfatt_sd.runtime.processor import LayerInCall, approximate
 
 Move = Callable[[Tensor], Tensor]
 MakeCall = Callable[[Any, Mapping[str, Any], Variant], Call]
+MakeCalls = Callable[[int, int, int, torch.device, torch.dtype], dict[str, Call]]
 CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5
 AGENTS = 64
+VISION = ("softmax", "elfatt", "effatt", "local", "agent")
 ORDERS = [order for order in BLOCK_ORDERS if order != "sequence"]  # without merging, that is `raster`
 _PEER = f"{PEER} 0.5"
 VAE: dict[str, Any] = {
@@ -170,6 +175,7 @@ def layer(
     max_seconds: float = math.inf,
     memory: bool = True,
     kind: str = "layer",
+    parts: Mapping[str, MakeCalls] | None = None,
     session: Session | None = None,
 ) -> Results:
     """Time one self-attention layer of SD 1.5's finest level: the attention itself, and the layer with projections.
@@ -183,7 +189,7 @@ def layer(
     settings = {"dtype": str(precision).removeprefix("torch."), "block_size": block_size}
     settings["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
     record = (session or Session()).begin(kind, place, settings, bases=[Softmax.name, _PEER])
-    parts = {"attention": _attention_calls, "layer": _layer_calls}
+    parts = parts or {"attention": _attention_calls, "layer": _layer_calls}
     for (count, side), part in itertools.product(sides.items(), parts):
         made = parts[part](side, batch, block_size, place, precision)
         calls = {name: torch.inference_mode()(call) for name, call in made.items()}
@@ -203,6 +209,38 @@ def layer(
         for name in calls if memory else ():
             record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
     return record.results
+
+
+def attention(*, attentions: Sequence[str] = VISION, block_size: int = 64, batch: int = 1, **options: Any) -> Results:
+    """Time a layer of a ViT-S with each attention of `elfatt_sd.nn`, forward alone and with backward; see `layer`."""
+    for name in attentions:
+        checks.choice("attention", name, ATTENTIONS)
+    makers = {
+        part: functools.partial(_module_calls, attentions, trains)
+        for part, trains in (("forward", False), ("training step", True))
+    }
+    results = layer(kind="attention", parts=makers, block_size=block_size, batch=batch, **options)
+    results["exponents"] = make_exponents(results["groups"])
+    return results
+
+
+def _module_calls(
+    names: Sequence[str], trains: bool, side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Call]:
+    x = standard_normal((batch, side * side, 384), torch.Generator().manual_seed(0)).to(device, dtype)
+
+    def step(module: nn.Module) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            module.zero_grad()
+            module(x.clone().requires_grad_()).square().mean().backward()
+
+    calls: dict[str, Call] = {}
+    for name in names:
+        with torch.device("meta"):
+            empty = ElfattAttention(384, 6, True, **{"block_size": block_size, **ATTENTIONS[name]})
+        module = fill(empty, device, dtype).requires_grad_(trains)
+        calls[name] = functools.partial(step if trains else module, module if trains else x)
+    return calls
 
 
 def layer_phases(block_size: int) -> dict[str, Phase]:
