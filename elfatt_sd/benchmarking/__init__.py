@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import math
+import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from elfatt_sd import errors as checks
 from elfatt_sd.attention.ordering import BLOCK_ORDERS, Grid
-from elfatt_sd.benchmarking.report import Results, Session, make_exponents
+from elfatt_sd.benchmarking.report import Results, Session
 from elfatt_sd.benchmarking.variants import (
     AUTOTUNED,
     COMPILED,
@@ -60,10 +61,8 @@ from elfatt_sd.runtime.processor import LayerInCall, approximate
 
 Move = Callable[[Tensor], Tensor]
 MakeCall = Callable[[Any, Mapping[str, Any], Variant], Call]
-MakeCalls = Callable[[int, int, int, torch.device, torch.dtype], dict[str, Call]]
 CHANNELS, HEADS = 320, 8  # of the finest level of SD 1.5
 AGENTS = 64
-VISION = ("softmax", "elfatt", "effatt", "local", "agent")
 ORDERS = [order for order in BLOCK_ORDERS if order != "sequence"]  # without merging, that is `raster`
 _PEER = f"{PEER} 0.5"
 VAE: dict[str, Any] = {
@@ -175,12 +174,13 @@ def layer(
     max_seconds: float = math.inf,
     memory: bool = True,
     kind: str = "layer",
-    parts: Mapping[str, MakeCalls] | None = None,
+    attention: Sequence[str] = (),
     session: Session | None = None,
 ) -> Results:
     """Time one self-attention layer of SD 1.5's finest level: the attention itself, and the layer with projections.
 
-    What a method draws at random for each step is part of its layer's time.
+    What a method draws at random for each step is part of its layer's time. With `attention`, names of `elfatt_sd.nn`,
+    a layer of a ViT-S with each of them is timed instead: forward, with backward, and how these grow.
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
@@ -189,7 +189,10 @@ def layer(
     settings = {"dtype": str(precision).removeprefix("torch."), "block_size": block_size}
     settings["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
     record = (session or Session()).begin(kind, place, settings, bases=[Softmax.name, _PEER])
-    parts = parts or {"attention": _attention_calls, "layer": _layer_calls}
+    parts: dict[str, Callable[..., dict[str, Call]]] = {"attention": _attention_calls, "layer": _layer_calls}
+    if attention:
+        training = {"forward": False, "training step": True}
+        parts = {part: functools.partial(_module_calls, attention, trains) for part, trains in training.items()}
     for (count, side), part in itertools.product(sides.items(), parts):
         made = parts[part](side, batch, block_size, place, precision)
         calls = {name: torch.inference_mode()(call) for name, call in made.items()}
@@ -208,20 +211,19 @@ def layer(
             record.time(key, calls, repeats)
         for name in calls if memory else ():
             record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
+    if attention and len(sides) > 1:
+        record.results["growth"] = {part: _growth(record.results["rows"], part) for part in parts}
     return record.results
 
 
-def attention(*, attentions: Sequence[str] = VISION, block_size: int = 64, batch: int = 1, **options: Any) -> Results:
-    """Time a layer of a ViT-S with each attention of `elfatt_sd.nn`, forward alone and with backward; see `layer`."""
-    for name in attentions:
-        checks.choice("attention", name, ATTENTIONS)
-    makers = {
-        part: functools.partial(_module_calls, attentions, trains)
-        for part, trains in (("forward", False), ("training step", True))
-    }
-    results = layer(kind="attention", parts=makers, block_size=block_size, batch=batch, **options)
-    results["exponents"] = make_exponents(results["groups"])
-    return results
+def _growth(rows: Sequence[Mapping[str, Any]], part: str) -> dict[str, float]:
+    """Return, by method, the slope of time over tokens in double logarithm."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["part"] == part:
+            points.setdefault(row["method"], []).append((math.log(row["tokens"]), math.log(row["seconds"])))
+    known = {name: zip(*each, strict=True) for name, each in points.items() if len(each) > 1}
+    return {name: statistics.linear_regression(*axes).slope for name, axes in known.items()}
 
 
 def _module_calls(
@@ -236,10 +238,11 @@ def _module_calls(
 
     calls: dict[str, Call] = {}
     for name in names:
+        checks.choice("attention", name, ATTENTIONS)
         with torch.device("meta"):
             empty = ElfattAttention(384, 6, True, **{"block_size": block_size, **ATTENTIONS[name]})
         module = fill(empty, device, dtype).requires_grad_(trains)
-        calls[name] = functools.partial(step if trains else module, module if trains else x)
+        calls[name] = functools.partial(step, module) if trains else functools.partial(module, x)
     return calls
 
 

@@ -198,29 +198,6 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
     return rows
 
 
-def make_exponents(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, float] | None]]:
-    """Fit the growth of each method's time with the tokens, for each part of a layer's results; see `fit_exponent`."""
-    times: dict[str, dict[str, dict[int, Sequence[float]]]] = {}
-    for group in groups:
-        for name, taken in group["times"].items():
-            if taken:
-                times.setdefault(group["key"]["part"], {}).setdefault(name, {})[group["key"]["tokens"]] = taken
-    return {part: {name: fit_exponent(own) for name, own in methods.items()} for part, methods in times.items()}
-
-
-def fit_exponent(times: Mapping[int, Sequence[float]]) -> dict[str, float] | None:
-    """Return median, least and greatest of the slope of time over tokens in double logarithm, over the rounds.
-
-    `times` are the seconds in each round, by the number of tokens; fewer than two sizes have no slope.
-    """
-    if len(times) < 2:
-        return None
-    sizes = [math.log(tokens) for tokens in times]
-    turns = zip(*times.values(), strict=False)
-    slopes = (statistics.linear_regression(sizes, [math.log(taken) for taken in turn]).slope for turn in turns)
-    return Spread.over(slopes)._asdict()
-
-
 def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
     parts, prefix = row.get("parts", ()), f"{plain_name(row['method'])}/"
     own = [part for part in parts if part["variant"].startswith(prefix)]
@@ -286,9 +263,9 @@ def _notes(results: Results) -> list[str]:
     if noisy:
         named = ", ".join(f"`{name}`" for name in dict.fromkeys(noisy))
         said.append(f"Faster than its floor, which is noise (repeat with more rounds): {named}.")
-    for part, own in results.get("exponents", {}).items() if results["kind"] == "attention" else ():
-        powers = ", ".join(f"`{name}` {spread(power)}" for name, power in own.items() if power)
-        said.append(f"Time grows with the tokens to the power of ({part}): {powers}." if powers else "")
+    for part, powers in results.get("growth", {}).items():
+        listed = ", ".join(f"`{name}` {power:.2f}" for name, power in powers.items())
+        said.append(f"Time grows with the tokens to the power of, {part}: {listed}.")
     for group in results["groups"]:
         where = title(group["key"])
         if group.get("lost"):

@@ -19,8 +19,10 @@ app = typer.Typer(no_args_is_help=True)
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
 Attentions = Annotated[
-    list[str],
-    typer.Option("--attention", help="softmax, elfatt, effatt, local, agent or focused; may be given several times."),
+    list[str] | None,
+    typer.Option(
+        help="Time a ViT-S's layer with softmax, elfatt, effatt, local, agent or focused; may be given several times."
+    ),
 ]
 Sizes = Annotated[
     list[str],
@@ -84,6 +86,7 @@ takes_session = adds_options("session", SESSION_OPTIONS, build_session)
 def layer(
     session: Any,
     tokens: Tokens = [4096, 16384],  # noqa: B006
+    attention: Attentions = None,
     batch: Rows = 2,
     repeats: Repeats = 5,
     block_size: BlockSize = 128,
@@ -92,26 +95,8 @@ def layer(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """One self-attention layer of SD 1.5's finest level, attention alone and with its projections."""
+    """One self-attention layer of SD 1.5's finest level, attention alone and with its projections; or of a ViT-S."""
     _run("layer", **locals())
-
-
-@app.command()
-@takes_session
-def attention(
-    session: Any,
-    tokens: Tokens = [1024, 4096, 16384],  # noqa: B006
-    attentions: Attentions = ["softmax", "elfatt", "effatt", "local", "agent"],  # noqa: B006
-    batch: Batch = 1,
-    repeats: Repeats = 5,
-    block_size: BlockSize = 64,
-    max_seconds: MaxSeconds = float("inf"),
-    memory: Memory = True,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-) -> None:
-    """One layer of a vision transformer (ViT-S) with each attention of elfatt_sd.nn, forward and with backward."""
-    _run("attention", **locals())
 
 
 @app.command()
