@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -131,9 +132,9 @@ class ElfattAttention(nn.Module):
 
     def _sides(self, x: Tensor) -> Sides:
         if x.ndim == 4 and not self.prefix_tokens and self.grid in (None, tuple(x.shape[1:3])):
-            return x.shape[1], x.shape[2]
-        tokens = x.shape[1] - self.prefix_tokens
-        sides = self.grid or (math.isqrt(max(tokens, 0)),) * 2
+            return operator.index(x.shape[1]), operator.index(x.shape[2])
+        tokens = operator.index(x.shape[1]) - self.prefix_tokens  # compiled code is for one grid
+        sides = self.grid or (round(max(tokens, 0) ** 0.5),) * 2
         if x.ndim != 3 or sides[0] * sides[1] != tokens:
             raise ElfattError(
                 f"{' x '.join(map(str, x.shape[1:-1]))} tokens with prefix_tokens={self.prefix_tokens} do not fill "
@@ -145,7 +146,7 @@ class ElfattAttention(nn.Module):
         """Return how many windows are in a column and in a row: squares, longer ones where the grid is narrow."""
         if self.block_size is None:
             return 1, 1
-        short, long = sorted((rows, columns))
+        short, long = min(rows, columns), max(rows, columns)
         across = max(1, round(short / math.sqrt(self.block_size)))
         along = min(max(1, round(rows * columns / self.block_size / across)), long)
         return (across, along) if rows <= columns else (along, across)
