@@ -25,8 +25,10 @@ ONE_OF = (
     "several times, or the benchmark's own set."
 )
 SIZE = "Side of the images in pixels, or 832x480, width first; may be given several times."
+ATTENTION = "Time a ViT-S's layer with softmax, elfatt, effatt, local, agent or focused; may be given several times."
 OPTIONS: Options = {  # of all benchmarks
     "tokens": optional(list[int], default=[4096, 16384], help="Tokens of a square grid; may be given several times."),
+    "attention": optional(list[str], help=ATTENTION),
     "model": optional(str, default="sd15", help=f"{', '.join(SHAPE_NAMES)} (random weights), {MODELS}."),
     "sizes": optional(list[str], "--size", default=["512", "1024"], help=SIZE),
     "methods": optional(list[str], "--method", help=ONE_OF.format(", ".join((*METHODS, PEER, *ALONE)))),
@@ -73,9 +75,9 @@ def takes(*names: str, **own: tuple[Any, Any]) -> Callable[[Callable[..., Any]],
 
 
 @app.command()
-@takes("tokens", "batch", "repeats", "block_size", "max_seconds", "memory", "device", "dtype")
+@takes("tokens", "attention", "batch", "repeats", "block_size", "max_seconds", "memory", "device", "dtype")
 def layer(options: Any) -> None:
-    """One self-attention layer of SD 1.5's finest level, attention alone and with its projections."""
+    """One self-attention layer of SD 1.5's finest level, attention alone and with its projections; or of a ViT-S."""
     _run("layer", **options)
 
 

@@ -172,9 +172,7 @@ def distance_over_time(results: Results) -> Chart | None:
     name = results.distance
     if name is None:
         return None
-    caption = (
-        f"{name} with its own 95 % interval; that of the paired difference, in its plot, is narrower."
-    )
+    caption = f"{name} with its own 95 % interval; that of the paired difference, in its plot, is narrower."
     words = "distance_time", f"{name} over time", caption
     return _over_time(results, lambda row: row.figure(name).estimate, words, f"{name} (down is better)", sign=-1)
 
