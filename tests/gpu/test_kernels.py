@@ -33,6 +33,7 @@ from elfatt_sd.phases import Phase
 kernels: Any = None
 if os.environ.get("TRITON_INTERPRET") or torch.cuda.is_available():
     from elfatt_sd.attention import triton as kernels
+    from elfatt_sd.runtime.norm import group_norm
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -81,8 +82,20 @@ def matched(batch: int, grid: tuple[int, int], stride: int, channels: int, first
     return torch.stack([similarity, similarity]), torch.stack([own_similarity, at_own])
 
 
+def normalised(channels: int, sides: tuple[int, int], groups: int, silu: bool) -> tuple[Tensor, Tensor]:
+    """Far from zero, where a sum of squares would lose what the formula in float64 keeps."""
+    x = (3 * normal(2, channels, *sides) + 20).to(memory_format=torch.channels_last)
+    weight, bias = normal(2, channels, seed=1)
+    wanted = torch.nn.functional.group_norm(x.double(), groups, weight.double(), bias.double(), 1e-5)
+    own = group_norm(x, groups, weight, bias, 1e-5, silu)
+    assert own.stride() == x.stride()
+    return (torch.nn.functional.silu(wanted) if silu else wanted).float(), own
+
+
 def cases() -> dict[str, tuple[Tensor, Tensor]]:
     made = {}
+    for channels, sides, groups in ((40, (9, 13), 4), (96, (17, 8), 32), (12, (50, 47), 3)):
+        made |= {f"norm, {channels}, {silu}": normalised(channels, sides, groups, silu) for silu in (False, True)}
     mask = torch.arange(11)[None] < torch.tensor([[7], [11]])
     for size, (groups, rows) in itertools.product((40, 64, 160), ((1, 9), (2, 16), (3, 9))):
         made[f"sampled, head {size}, {groups} groups, {rows} rows"] = sampled(Grid(1, rows, 13), 17, groups, size, None)
