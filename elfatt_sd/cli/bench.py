@@ -11,7 +11,19 @@ import typer
 
 from elfatt_sd import errors as checks
 from elfatt_sd.cli.console import FAILURE, adds_options, name_and_value, optional, output, quiet_libraries
-from elfatt_sd.cli.options import ALONE, METHODS, MODELS, PEER, PEERS, SHAPE_NAMES, UNET_NAMES, Device, Dtype, Variant
+from elfatt_sd.cli.options import (
+    ALONE,
+    METHODS,
+    MODELS,
+    PEER,
+    PEERS,
+    SHAPE_NAMES,
+    UNET_NAMES,
+    Device,
+    Dtype,
+    Graphs,
+    Variant,
+)
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
 
@@ -136,6 +148,7 @@ def pipeline(
     repeats: Repeats = 5,
     steps: Steps = 25,
     memory: Memory = True,
+    graphs: Graphs = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     variant: Variant = None,
