@@ -15,7 +15,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any, Literal
@@ -70,9 +70,8 @@ class Graphs:
         self.schedule = Schedule(owner)  # of calls without a patch
         self._begin()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        names = ("module", "say", "layout", "schedule", "forward")
-        return _rebuilt, (), {name: getattr(self, name) for name in names}
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("module", "say", "layout", "schedule", "forward")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -92,7 +91,7 @@ class Graphs:
         self._timed: Any = None  # the kind of calls that are timed
         self._run: Any = None  # the latest, in which weights and hooks were looked at
         self._why = ""  # why graphs are not used in it
-        self._fixed: object = None  # what graphs hold for ever
+        self._fixed: object = None  # what graphs hold on to
 
     @property
     def __wrapped__(self) -> Any:
@@ -127,7 +126,7 @@ class Graphs:
             given, tensors = (args, kwargs, None if call is None else _read(call)), list[Tensor]()
             key = _kind(given, tensors)
             timed = key == self._timed and len(self._times["graph"]) < ROUNDS
-            if why := self._obstacle(patch, call, key, args, kwargs):
+            if why := self._obstacle(patch, call, args, kwargs):
                 self._warn(why)
             elif (captured := self._captured_for(key, call, given, tensors)) is not None:
                 replay = functools.partial(_replay, captured, call, tensors)
@@ -136,18 +135,16 @@ class Graphs:
         finally:
             self._lock.release()
 
-    def _obstacle(self, patch: Any, call: Call | None, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _obstacle(self, patch: Any, call: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return why a call is not for graphs; empty if it is. Weights and hooks are looked at once a run."""
         if torch.is_grad_enabled():
             return "gradients are on; call the model within torch.no_grad()"
-        schedule, scheduled = self.schedule, True
-        if call is not None:
-            schedule, scheduled = patch.schedule, call.scheduled
-        else:
+        if call is None:
             given = family_of(self.module).call(self.module, args, kwargs)
-            position = schedule.locate(given.timestep, given.unit)
-            scheduled = position is not None and position.scheduled
-        run = schedule.run if scheduled else None
+            position = self.schedule.locate(given.timestep, given.unit)
+            run = self.schedule.run if position is not None and position.scheduled else None
+        else:
+            run = patch.schedule.run if call.scheduled else None
         if run is None or self._run is None or self._run() is not run:
             if (fixed := _fixed(self.module)) != self._fixed:
                 self._forget()
@@ -155,10 +152,6 @@ class Graphs:
             self._why = obstacle_to(self.module)
         if torch.is_autocast_enabled(self._device.type):
             return "autocast is on; load the model in half precision"
-        try:
-            hash(key)
-        except TypeError:
-            return "the call is given what is neither a tensor nor a plain value"
         return self._why or stand_in(self.module, moved=False)
 
     def _captured_for(self, key: Any, call: Call | None, given: Any, tensors: list[Tensor]) -> Any:
@@ -171,7 +164,8 @@ class Graphs:
                 self._timed = self._timed or key
             except RuntimeError as error:  # the end of a capture fails, too, and hides what failed inside
                 reason = " ".join(str(error.__context__ or error).split())[:200]
-                self._turn_off(f"a call could not be captured ({reason})")
+                self._forget()
+                self.off = f"a call could not be captured ({reason})"
                 self._warn(self.off)
         return self._captured.get(key)
 
@@ -208,23 +202,16 @@ class Graphs:
             gain = median(before / after for before, after in zip(times["eager"], times["graph"], strict=True))
             before, after = (1000 * median(each) for each in times.values())
             if gain < PAYS:
-                self._turn_off(f"they are {gain:.2f} times as fast")
+                self._forget()
+                self.off = f"they are {gain:.2f} times as fast"
             said = f"{type(self.module).__name__} takes {after:.3g} ms a call as a CUDA graph, {before:.3g} without it"
             self.say(f"elfatt-sd: {said}: {gain:.2f} times as fast; graphs are {'off' if self.off else 'on'}.")
         return output
-
-    def _turn_off(self, why: str) -> None:
-        self._forget()
-        self.off = why
 
     def _warn(self, why: str) -> None:
         if why not in self._warned:
             self._warned.add(why)
             warn("graphs", 5, why=why)
-
-
-def _rebuilt() -> Graphs:
-    return Graphs.__new__(Graphs)
 
 
 def obstacle_to(module: Any) -> str:
@@ -254,9 +241,10 @@ def obstacle_to(module: Any) -> str:
 
 
 def _fixed(module: nn.Module) -> object:
-    """Return what a graph holds for ever: where weights are, and plain values such as the scale of a LoRA."""
+    """Return what a graph holds on to: where weights are, and plain values such as the scale of a LoRA."""
     held = [holder for part in module.modules() for holder in (part, vars(part).get("processor"))]
-    return [(name, _plain(value)) for each in held for name, value in getattr(each, "__dict__", {}).items()]
+    values = [(name, value) for each in held for name, value in getattr(each, "__dict__", {}).items()]
+    return [(name, _plain(value)) for name, value in values if not name.startswith("_forward_")]  # but for hooks
 
 
 def _plain(value: Any, depth: int = 2) -> object:
@@ -282,7 +270,7 @@ def _kind(value: Any, tensors: list[Tensor]) -> Any:
         return tuple((key, _kind(each, tensors)) for key, each in value.items())
     if isinstance(value, list | tuple):
         return type(value), *(_kind(each, tensors) for each in value)
-    return type(value), value
+    return type(value), value if isinstance(value, Hashable) else object()  # which no other call is given
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -359,10 +347,8 @@ def graphs(
     """Replay the calls of a pipeline's denoisers as CUDA graphs, which leaves out the time of the host.
 
     Latents are those of the eager run, bit for bit, with a patch and without one. The second call of each kind is
-    captured: of sizes, dtypes, arguments, and what the patch does in the step. Both ways are timed in the first run;
-    graphs stay on if a call is at least 1.03 times as fast. A LoRA, or weights that moved, are noticed when a run
-    begins. What is not for a graph (gradients, autocast, a second thread) is computed without, with a warning. It was
-    not timed on a GPU.
+    captured. Both ways are timed in the first run; graphs stay on if a call is at least 1.03 times as fast. A LoRA, or
+    weights that moved, are noticed when a run begins. `docs/compatibility.md` has the limits. Not timed on a GPU yet.
 
     Args:
         pipe: a diffusers pipeline, or its UNet or transformer, on a GPU with CUDA.
@@ -374,8 +360,7 @@ def graphs(
         A context manager that takes them back; without it, `remove_graphs` does.
 
     Raises:
-        ElfattError: there is no denoiser, or its calls are not for graphs: on a CPU, with hooks that bring weights,
-            with a cache that decides what is run, compiled, or with differences that are kept on the host.
+        ElfattError: there is no denoiser, or its calls are not for graphs, as on a CPU or with offloading.
     """
     if layout is not None:
         errors.choice("layout", layout, ("channels_last",))

@@ -67,7 +67,7 @@ class NormForward:
 
 
 class _Done(nn.Module):
-    """Stands in for a SiLU that norms have done already, but not on what is no image, such as the step's embedding."""
+    """Stands in for a SiLU that norms have done; what is not an image, as the step's embedding, gets it here."""
 
     def forward(self, given: Tensor) -> Tensor:
         return given if given.ndim == 4 else functional.silu(given)
