@@ -331,7 +331,7 @@ class Next(Suite):
             given = {**inputs, "num_inference_steps": steps, "generator": generator, "output_type": "latent"}
             given |= {"height": 64, "width": 64} if self.tiny else {}
             made: torch.Tensor = pipe(**given).images
-            return made
+            return torch.nan_to_num(made)  # which random weights may give
 
         eager = draw()
         with ExitStack() as undo:
@@ -356,7 +356,7 @@ class Next(Suite):
 
     def tests(self) -> None:
         """Run the tests that need a GPU, as long as there is time."""
-        record, which = self.begin("tests", "none"), ["--collect-only"] if self.tiny else ["-x"]
+        record, which = self.begin("tests", "none"), ["--collect-only"] if self.tiny else []
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests", "-p", "no:cacheprovider", *which]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -150,7 +150,7 @@ class Graphs:
                 self._forget()
             self._fixed, self._run = fixed, None if run is None else weakref.ref(run)
             self._why = obstacle_to(self.module)
-        if torch.is_autocast_enabled(self._device.type):
+        if not self._why and torch.is_autocast_enabled(self._device.type):
             return "autocast is on; load the model in half precision"
         return self._why or stand_in(self.module, moved=False)
 
