@@ -194,6 +194,30 @@ def test_triton_attends_as_pytorch_does(dtype: torch.dtype, size: int) -> None:
     torch.testing.assert_close(own.float(), sampled_attention(q.float(), k.float(), v.float(), 2), rtol=2e-2, atol=2e-2)
 
 
+@on_a_gpu
+@pytest.mark.parametrize("method", ["sd", *checks.ACTIVE])
+def test_graphs_give_the_latents_of_the_eager_run(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run that captures and times, and in one that replays alone."""
+    monkeypatch.setattr("elfatt_sd.runtime.graphs.PAYS", 0.0)
+    settings = checks.with_effect(method, block_size=16, agents=8)
+    unet = elfatt_sd.apply_patch(tiny.unet().cuda(), method, **settings)
+    eager = checks.denoise(unet, 8, 16, "cuda")
+    with elfatt_sd.graphs(unet):
+        assert all(torch.equal(checks.denoise(unet, 8, 16, "cuda"), eager) for _ in range(2))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("channels", [320, 960, 2560])
+def test_the_norm_is_as_near_to_the_formula_as_pytorchs(channels: int) -> None:
+    x = torch.randn(2, channels, 64, 64, device="cuda").half().to(memory_format=torch.channels_last)
+    weight, bias = torch.randn(2, channels, device="cuda").half()
+    given = (32, weight, bias, 1e-5)
+    wanted = torch.nn.functional.group_norm(x.double(), 32, weight.double(), bias.double(), 1e-5)
+    theirs = torch.nn.functional.group_norm(x, *given)
+    differences = [(made.double() - wanted).abs().max() for made in (group_norm(x, *given, False), theirs)]
+    assert differences[0] <= 1.01 * differences[1]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
