@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,18 +37,17 @@ import elfatt_sd
 from benchmarks.correctness import correctness
 from benchmarks.device_time import profile
 from benchmarks.goals import all_goals, greatest_peaks, memory_slopes, verdict
-from benchmarks.graphs import graphed_call
+from benchmarks.graphs import graphed_call, replayed
 from benchmarks.growth import growth
 from benchmarks.merging import merging
 from elfatt_sd.attention.softmax import make_ready, softmax_attention
 from elfatt_sd.benchmarking import Model, fill, make_model, unet
 from elfatt_sd.benchmarking.report import Results, Session, markdown
-from elfatt_sd.devices import describe_machine, synchronize
+from elfatt_sd.devices import describe_machine
 from elfatt_sd.errors import ElfattError, is_out_of_memory
 from elfatt_sd.families.shapes import Shape, empty_model
 from elfatt_sd.files import write_json
 from elfatt_sd.loading import pick_device, pick_dtype
-from elfatt_sd.measure import Call
 from elfatt_sd.phases import Backend
 
 _TINY = {
@@ -130,23 +129,6 @@ def code_hash() -> str:
     return digest.hexdigest()
 
 
-def _replayed(call: Call, device: torch.device) -> Call:
-    """Return a call that replays a CUDA graph of another one, which leaves out the host's time; on a CPU that one."""
-    if device.type != "cuda":
-        return call
-
-    @cache
-    def capture() -> torch.cuda.CUDAGraph:
-        call()
-        synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(graph):
-            call()
-        return graph
-
-    return lambda: capture().replay()
-
-
 class KeepsGoing(Session):
     """Leaves out a variant that fails, and keeps the reason."""
 
@@ -161,12 +143,14 @@ class KeepsGoing(Session):
 class Suite:
     """The parts of the suite and what they gave."""
 
+    file = "gpu_suite.json"
+
     def __init__(self, options: argparse.Namespace) -> None:
         """Take the options of the command line."""
         self.tiny: bool = options.tiny
         self.device = pick_device(options.device)
         out = options.out or Path("build/gpu_suite" if options.tiny else "benchmarks/results")
-        self.path: Path = out / "gpu_suite.json"
+        self.path: Path = out / self.file
         self.start = time.monotonic()
         self.limit: float = options.seconds
         self.results: dict[str, Any] = {"parts": {}, "errors": {}, "seconds": {}}
@@ -396,7 +380,7 @@ class Suite:
         calls |= {f"native {kind.name.split('_')[0].lower()}": partial(fused, kind) for kind in kinds}
         packages = [name for name in self.competitors if name != "_native_cudnn"]
         calls |= {name: partial(softmax_attention, q, k, v, backend=name) for name in packages}
-        return {name: _replayed(call, self.device) for name, call in calls.items()}
+        return {name: replayed(call, self.device) for name, call in calls.items()}
 
     def conclude(self) -> None:
         """Print the goals, the greatest peaks and the memory slopes."""

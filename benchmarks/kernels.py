@@ -23,9 +23,11 @@ from triton.compiler.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from elfatt_sd.attention import triton as kernels
+from elfatt_sd.runtime import norm
 
 CARDS = (80, 89, 90, 120)
 HEADS = (40, 64, 80, 128, 160)
+GROUPS = (10, 80)  # channels of a group of a GroupNorm
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _USED = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
@@ -43,6 +45,12 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[
     halves = dict.fromkeys(("metric", "similarity"), "*fp16") | dict.fromkeys(("sources", "destinations"), "*i64")
     types = halves | {"nearest": "*i64", "tiny": "fp32"}
     yield "matching", kernels.matching_kernel, types, dict(kernels.MATCHING_SIZES), kernels.MATCHING_OPTIONS
+    sums = dict.fromkeys(("means", "squares", "mean_of", "scale_of"), "*fp32")
+    types = dict.fromkeys(("x", "out", "weight", "bias"), "*fp16") | sums | {"eps": "fp32"}
+    yield "norm, runs", norm.run_kernel, types, dict(norm.SIZES), norm.OPTIONS
+    yield "norm with SiLU", norm.norm_kernel, types, {**norm.SIZES, "SILU": True}, norm.OPTIONS
+    for size in GROUPS:
+        yield f"norm, groups of {size}", norm.group_kernel, types, norm.joined(size), norm.OPTIONS
 
 
 def sampled_types() -> dict[str, str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from elfatt_sd.methods import Attention, Merge, register
     from elfatt_sd.patch import apply_patch, is_patched, patched, plan, remove_patch
     from elfatt_sd.phases import LayerPhases, Phase, Settings, StepReuse
+    from elfatt_sd.runtime.graphs import graphs, remove_graphs
     from elfatt_sd.tuning import tune
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "StepReuse",
     "__version__",
     "apply_patch",
+    "graphs",
     "is_patched",
     "keep_freed_memory",
     "known_method",
@@ -40,6 +42,7 @@ __all__ = [
     "patched",
     "plan",
     "register",
+    "remove_graphs",
     "remove_patch",
     "tune",
 ]
@@ -53,6 +56,7 @@ if not TYPE_CHECKING:  # a type checker that saw `__getattr__` would accept ever
         "methods": ("Attention", "Merge", "register"),
         "patch": ("apply_patch", "is_patched", "patched", "plan", "remove_patch"),
         "phases": ("LayerPhases", "Phase", "Settings", "StepReuse"),
+        "runtime.graphs": ("graphs", "remove_graphs"),
         "tuning": ("tune",),
     }
 

@@ -334,7 +334,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, bias:
     else:
         large = q.dtype == torch.float32 or q.shape[3] % 8 or q.shape[3] > 256
         if bias is None and not large and torch.cuda.get_device_capability(q.device) >= (8, 0):
-            made = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+            made = _fastest_with_sums(q, k, v, scale)
         else:
             if bias is not None:  # the kernel wants rows that start at multiples of 16 bytes
                 room = -bias.shape[3] % 16
@@ -342,6 +342,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, bias:
             made = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
         mixed, total = made[:2]
     return Part(mixed.transpose(1, 2), total[:, :, :queries].transpose(1, 2).contiguous())
+
+
+_REFUSED_BY_CUDNN: set[tuple[int, torch.dtype]] = set()  # head sizes and dtypes
+
+
+def _fastest_with_sums(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Return the mix and log-sum-exps through cuDNN on sm_90 and later, where it takes these, else FlashAttention 2."""
+    kind, enabled = (q.shape[3], q.dtype), getattr(torch.backends.cuda, "cudnn_sdp_enabled", bool)
+    compiled, kernels = torch.compiler.is_compiling(), torch.ops.aten  # compiled code cannot fall back
+    if torch.cuda.get_device_capability(q.device) >= (9, 0) and enabled() and not compiled:
+        try:
+            if kind not in _REFUSED_BY_CUDNN:
+                made = kernels._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)
+                return made[0], made[1].reshape(q.shape[:3])  # cuDNN gives `[B, H, Q, 1]`
+        except RuntimeError as error:
+            if is_out_of_memory(error) or is_device_error(error):
+                raise
+            _REFUSED_BY_CUDNN.add(kind)
+    mixed, total = kernels._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)[:2]
+    return mixed, total
 
 
 def key_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

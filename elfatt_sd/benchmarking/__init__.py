@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import elfatt_sd
 from elfatt_sd import errors as checks
 from elfatt_sd.attention.ordering import BLOCK_ORDERS, Grid
 from elfatt_sd.benchmarking.report import Results, Session
@@ -402,6 +403,7 @@ def pipeline(
     repeats: int = 5,
     steps: int = 25,
     memory: bool = True,
+    graphs: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     variant: str | None = None,
@@ -417,8 +419,12 @@ def pipeline(
     check_steps(pipe, steps)
     lineup = line_up(chosen, main_denoiser(pipe), by_phase=False, named=methods is not None)
     twins = {name: twin(pipe, each) for name, each in lineup.variants.items()}
+    for name, each in lineup.variants.items() if graphs else ():
+        if each.kind in (UNPATCHED, "patch"):
+            elfatt_sd.graphs(twins[name])
     about: dict[str, Any] = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
     about |= {"variants": lineup.described(), **({"variant": variant} if variant else {})}
+    about |= {"graphs": True} if graphs else {}
     record = (session or Session()).begin("pipeline", place, about, **lineup.details((UNPATCHED, PEER)))
     if not sizes:
         height, width = dimensions_of(pipe).own

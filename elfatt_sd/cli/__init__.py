@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+import elfatt_sd
 from elfatt_sd import __version__
 from elfatt_sd import errors as checks
 from elfatt_sd.cli import bench, evaluation
@@ -32,6 +33,7 @@ from elfatt_sd.cli.options import (
     METRICS,
     MODELS,
     SHAPE_NAMES,
+    Graphs,
     Height,
     Json,
     PatchOptions,
@@ -118,6 +120,7 @@ def generate(
         bool, typer.Option("--compare", help="Draw untouched and patched images, side by side.")
     ] = False,
     each: Annotated[bool, typer.Option("--each", help="Accept prompts of one word: draw each one.")] = False,
+    graphs: Graphs = False,
     explain: Annotated[
         bool,
         typer.Option(
@@ -160,6 +163,8 @@ def generate(
         if not chosen.config.active:
             raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
     pipe = source(model).load_for(request)
+    if graphs:
+        elfatt_sd.graphs(pipe)
     results: list[Result] = []
     studio = Studio(pipe, request, out)
     images = request.num_images * len(prompts)

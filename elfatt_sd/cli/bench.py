@@ -13,7 +13,19 @@ import typer
 
 from elfatt_sd import errors as checks
 from elfatt_sd.cli.console import FAILURE, adds_options, name_and_value, optional, output, quiet_libraries
-from elfatt_sd.cli.options import ALONE, METHODS, MODELS, PEER, PEERS, SHAPE_NAMES, UNET_NAMES, Device, Dtype, Variant
+from elfatt_sd.cli.options import (
+    ALONE,
+    METHODS,
+    MODELS,
+    PEER,
+    PEERS,
+    SHAPE_NAMES,
+    UNET_NAMES,
+    Device,
+    Dtype,
+    Graphs,
+    Variant,
+)
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
 
@@ -39,6 +51,7 @@ OPTIONS: Options = {  # of all benchmarks
     "max_seconds": optional(float, default=math.inf, help="Leave out what is expected to take longer for one call."),
     "seconds": optional(float, default=math.inf, help="Start no further round past this time, for each size."),
     "steps": optional(int, default=25, help="Denoising steps."),
+    "graphs": (Graphs, False),
     "device": (Device, "auto"),
     "dtype": (Dtype, "auto"),
     "compile": optional(bool, "--compile", help="Time all but other packages through torch.compile too."),
@@ -102,7 +115,8 @@ app.command("unet", hidden=True)(denoiser)  # its name before transformers had a
 
 @app.command()
 @takes(
-    *("model", "sizes", "methods", "ratio", "batch", "repeats", "steps", "memory", "device", "dtype", "variant"),
+    *("model", "sizes", "methods", "ratio", "batch", "repeats", "steps", "memory"),
+    *("graphs", "device", "dtype", "variant"),
     **PIPELINE,
 )
 def pipeline(options: Any) -> None:

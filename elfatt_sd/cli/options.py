@@ -104,6 +104,7 @@ STEPS, GUIDANCE = (
 )
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+Graphs = Annotated[bool, typer.Option("--graphs", help="Replay calls of the denoiser as CUDA graphs, where that pays.")]
 Variant = Annotated[str | None, typer.Option(help="Variant of the weights: fp16 loads *.fp16.safetensors.")]
 Height = Annotated[int | None, typer.Option(help="Height in pixels, a multiple of 8; the model's own if not given.")]
 Width = Annotated[int | None, typer.Option(help="Width in pixels, a multiple of 8; the model's own if not given.")]

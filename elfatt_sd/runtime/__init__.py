@@ -27,6 +27,7 @@ TEXTS = {
         "there, and they are not accelerated. If your code set it, call apply_patch again afterwards; if the pipeline "
         "sets it in every call, as with perturbed-attention guidance, only the others can be accelerated."
     ),
+    "graphs": "CUDA graphs are not used in these calls: {why}.",
     "idle": (
         "{method} approximates no step of this run, which begins with step {first} of {steps}; give more steps, or "
         "settings that approximate in these, such as active_fraction=1 or residual_steps=1."

@@ -44,6 +44,7 @@ from elfatt_sd.runtime.processor import processor_for
 from elfatt_sd.runtime.schedule import ANYWHERE, BEYOND, Position, Run, Schedule
 
 PATCH = "elfatt_patch"  # attribute of a patched UNet, transformer or ControlNet
+GRAPHS = "elfatt_graphs"  # of one whose calls are replayed as CUDA graphs, which stand outside of a patch
 OWNER = "elfatt_owner"  # of a pipeline, whose models may be exchanged
 KEPT_CALLS = 32  # of one step, that keep something for the next steps; it bounds the memory of calls without a schedule
 _OUTSIDE = (
@@ -123,7 +124,7 @@ class Patch:
         self.repeats = Repeats()
         self._warned: set[str] = set()
         self._handles: list[Any] = []
-        self._forward: _Forward | None = None
+        self._forward: Forward | None = None
         self._around: list[nn.Module] = []
         self._cuts: Cuts | None = None
         self._undo: list[Callable[[], None]] = []  # of the cuts
@@ -149,6 +150,8 @@ class Patch:
             warn(kind, method=self.config.method, **values)
 
     def install(self) -> None:
+        if (graphs := vars(self.module).get(GRAPHS)) is not None:
+            graphs.remove()
         for layer in self.layers:
             layer.install()
             if layer.layer.norm is not None:
@@ -162,13 +165,17 @@ class Patch:
             module.register_forward_pre_hook(self.before_call, with_kwargs=True),
             module.register_forward_hook(self.after_call, always_call=True),
         ]
-        module.forward = self._forward = _Forward(self, module)
+        module.forward = self._forward = Forward(self, module)
         if (stem := getattr(module, "conv_in", None)) is not None:
             self._handles.append(stem.register_state_dict_pre_hook(self._before_copy))
         setattr(module, PATCH, self)
         self.owner.modules.add(module)
+        if graphs is not None:
+            graphs.install()
 
     def remove(self) -> None:
+        if (graphs := vars(self.module).get(GRAPHS)) is not None:
+            graphs.remove()
         while self._handles:
             self._handles.pop().remove()
         for layer in self.layers:
@@ -178,6 +185,8 @@ class Patch:
         while self._undo:
             self._undo.pop()()
         delattr(self.module, PATCH)
+        if graphs is not None:
+            graphs.install()
 
     @staticmethod
     def processor_of(layer: PatchedLayer) -> Any:
@@ -453,7 +462,7 @@ class Patch:
             self.warn("stays exact", count=len(wrong), expected=len(expected), first=first, why=why)
 
 
-class _Forward:
+class Forward:
     """Stands in for the `forward` of a patched model, so that a call by name, without hooks, is patched."""
 
     def __init__(self, patch: Patch, module: Any) -> None:

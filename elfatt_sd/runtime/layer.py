@@ -239,7 +239,7 @@ def device_of(parts: Iterable[nn.Module], given: torch.device) -> torch.device:
         return weights
     for part in parts:
         hook = part.__dict__.get("_hf_hook")
-        hooks = [*getattr(hook, "hooks", (hook,)), *(getattr(own, "group", None) for own in _hooks_of(part).values())]
+        hooks = [*getattr(hook, "hooks", (hook,)), *(getattr(own, "group", None) for own in hooks_of(part).values())]
         for each in hooks:
             found = getattr(each, "execution_device", None) or getattr(each, "onload_device", None)
             if found is not None:
@@ -255,7 +255,7 @@ def skips_calls(around: Iterable[nn.Module]) -> bool:
     """Tell whether a cache is on that takes what a layer or block gave in an earlier step: diffusers', or DeepCache."""
     return any(
         getattr(part.__dict__.get("forward"), "__module__", "").startswith("DeepCache.")
-        or any(getattr(hook, "_is_stateful", False) for hook in _hooks_of(part).values())
+        or any(getattr(hook, "_is_stateful", False) for hook in hooks_of(part).values())
         for part in around
     )
 
@@ -271,7 +271,7 @@ def stand_in(attention: nn.Module, moved: bool) -> str:
         if not isinstance(mode, DeviceContext):  # of torch.set_default_device
             return f"{type(mode).__name__} stands in the place of torch functions"
     for name in ("to_q", "to_k", "to_v") if moved else ():
-        for hook in _hooks_of(getattr(attention, name, None)):
+        for hook in hooks_of(getattr(attention, name, None)):
             if not any(word in hook for word in _OF_WEIGHTS):
                 return f"diffusers' {hook} is at its {name}"
     return ""
@@ -309,7 +309,7 @@ def refuse_context_parallel(module: nn.Module) -> None:
         )
 
 
-def _hooks_of(module: Any) -> dict[str, Any]:
+def hooks_of(module: Any) -> dict[str, Any]:
     return dict(getattr(getattr(module, "_diffusers_hook", None), "hooks", {}))
 
 

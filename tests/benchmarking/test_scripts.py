@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,8 +19,9 @@ import pytest
 import torch
 from support.checks import counting
 from support.commands import ROOT
+from support.recorded import Recorded
 
-from benchmarks import correctness, gpu_suite
+from benchmarks import correctness, gpu_next, gpu_suite
 from benchmarks.graphs import graphed_call
 from benchmarks.growth import make_exponents
 from benchmarks.host import host
@@ -31,6 +33,7 @@ from elfatt_sd.benchmarking.variants import Variant, resolve_methods, varied
 from elfatt_sd.families import copy_structure
 from elfatt_sd.families.shapes import empty_model
 from elfatt_sd.runtime import call as state_module
+from elfatt_sd.runtime import graphs
 
 
 def test_a_script_prints_its_table_and_writes_its_files(tmp_path: Path) -> None:
@@ -253,3 +256,34 @@ def test_it_needs_torch_diffusers_and_tomesd_only(tmp_path: Path) -> None:
     slopes = results["memory_slope"]["sdxl 512"]
     assert {"untouched", "tomesd", "tome", "elfatt-fast"} <= set(slopes) and all(each > 0 for each in slopes.values())
     assert results["peaks"]["sdxl 512 batch 48"]["share"] > 0.5
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="Windows")
+@pytest.mark.usefixtures("narrow")
+def test_the_next_minutes_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts run in their order and write; one that fails or has had its time is told with its traceback."""
+    names = ["layouts", "shallow", "attentions", "flux", "graphs"]
+    own = ["--tiny", "--device", "cpu", "--seconds", "400", "--only", ",".join(["tune", "tests", *names])]
+    monkeypatch.setattr(sys, "argv", ["gpu_next.py", "--out", str(tmp_path), *own])
+    monkeypatch.setitem(graphs.CAPTURES, "cpu", Recorded)
+    monkeypatch.setattr(gpu_next.Next, "tune", lambda self: 1 / 0)
+    monkeypatch.setattr(gpu_next.Next, "tests", lambda self: time.sleep(60))
+    monkeypatch.setattr(gpu_next, "LIMIT", 0.5)  # of that part
+    gpu_next.main()
+    results = json.loads((tmp_path / "gpu_next.json").read_text())
+    assert {name: error.split(":")[0] for name, error in results["errors"].items()} == {
+        "tune": "ZeroDivisionError",
+        "tests": "OutOfTime",
+    }
+    assert "1 / 0" in results["tracebacks"]["tune"] and "time.sleep" in results["tracebacks"]["tests"]
+    assert sorted(results["parts"]) == sorted(names) and results["seconds"]["all"] > 0
+    rows = {name: {row["method"] for row in part["rows"]} for name, part in results["parts"].items()}
+    assert {f"{method}, {layout}" for method in ("untouched", "elfatt-fast") for layout in gpu_next.LAYOUTS} <= rows[
+        "layouts"
+    ]
+    assert {"untouched, compiled", "elfatt-fast, blocks compiled", "untouched, NCHW, eager"} <= rows["layouts"]
+    assert {"default", "sampled, native", "cell_spread, native"} <= rows["attentions"]
+    assert rows["shallow"] == {"whole", "shallow"} and "elfatt-fast" in rows["flux"]
+    drawn = results["parts"]["graphs"]["rows"]
+    assert {row.get("equal") for row in drawn if not row["layout"]} == {True}, [row.get("failed") for row in drawn]
+    assert all(row["greatest difference"] < 0.1 and len(row["said"]) < 2 for row in drawn)

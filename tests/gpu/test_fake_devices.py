@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import elfatt_sd
 from elfatt_sd import ElfattError, PatchConfig, Phase, devices, visualize
+from elfatt_sd.attention import softmax
 from elfatt_sd.attention.softmax import make_ready, softmax_attention
 from elfatt_sd.drawing import doctor
 from elfatt_sd.families import family_of, images, main_denoiser, unwrap
@@ -288,3 +290,41 @@ def test_rocm_is_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.3")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert devices.describe_machine(GPU)["cuda"]["runtime"] == "ROCm 6.3"
+
+
+@needs_cuda
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
+def test_sums_come_from_the_fastest_kernel_that_takes_the_tensors(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    """cuDNN from sm_90 on, and FlashAttention where cuDNN refused a head size once, or a user has turned it off."""
+    tried: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(softmax, "_REFUSED_BY_CUDNN", set())
+
+    def tries(name: str, kernel: Any, *given: Any, **options: Any) -> Any:
+        tried.append(name)
+        if name == "cudnn" and given[0].shape[3] == 16:
+            raise RuntimeError("No execution plans support the graph.")
+        return kernel(*given, **options)
+
+    for name in ("cudnn", "flash"):
+        kernel: Any = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+        stub: Any = partial(tries, name, kernel)
+        stub.default = kernel.default  # which fake tensors ask for
+        monkeypatch.setattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention", stub)
+    new = ["cudnn"] * (capability >= (9, 0))
+    for size, wanted in ((8, new or ["flash"]), (16, [*new, "flash"]), (16, ["flash"])):
+        with machine.mode, torch.no_grad():
+            q, k = (torch.zeros(2, tokens, 3, size, dtype=torch.float16, device=GPU) for tokens in (5, 7))
+            part = softmax.attend(q, k, k)
+        assert (part.mixed.shape, part.total.shape, part.total.dtype) == (q.shape, q.shape[:3], torch.float32)
+        assert tried == wanted
+        tried.clear()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with machine.mode, torch.no_grad():
+            softmax.attend(q[..., :8], k[..., :8], k[..., :8])
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    assert tried == ["flash"]

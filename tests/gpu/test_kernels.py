@@ -33,6 +33,7 @@ from elfatt_sd.phases import Phase
 kernels: Any = None
 if os.environ.get("TRITON_INTERPRET") or torch.cuda.is_available():
     from elfatt_sd.attention import triton as kernels
+    from elfatt_sd.runtime.norm import group_norm
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -81,8 +82,20 @@ def matched(batch: int, grid: tuple[int, int], stride: int, channels: int, first
     return torch.stack([similarity, similarity]), torch.stack([own_similarity, at_own])
 
 
+def normalised(channels: int, sides: tuple[int, int], groups: int, silu: bool) -> tuple[Tensor, Tensor]:
+    """Far from zero, where a sum of squares would lose what the formula in float64 keeps."""
+    x = (3 * normal(2, channels, *sides) + 20).to(memory_format=torch.channels_last)
+    weight, bias = normal(2, channels, seed=1)
+    wanted = torch.nn.functional.group_norm(x.double(), groups, weight.double(), bias.double(), 1e-5)
+    own = group_norm(x, groups, weight, bias, 1e-5, silu)
+    assert own.stride() == x.stride()
+    return (torch.nn.functional.silu(wanted) if silu else wanted).float(), own
+
+
 def cases() -> dict[str, tuple[Tensor, Tensor]]:
     made = {}
+    for channels, sides, groups in ((40, (9, 13), 4), (96, (17, 8), 32), (12, (50, 47), 3)):
+        made |= {f"norm, {channels}, {silu}": normalised(channels, sides, groups, silu) for silu in (False, True)}
     mask = torch.arange(11)[None] < torch.tensor([[7], [11]])
     for size, (groups, rows) in itertools.product((40, 64, 160), ((1, 9), (2, 16), (3, 9))):
         made[f"sampled, head {size}, {groups} groups, {rows} rows"] = sampled(Grid(1, rows, 13), 17, groups, size, None)
@@ -179,6 +192,30 @@ def test_triton_attends_as_pytorch_does(dtype: torch.dtype, size: int) -> None:
     k, v = torch.randn(2, 2, 128, 4, size, device="cuda", dtype=dtype)
     own = kernels.sampled(q, k, v, 2, order=None, stands_for=1.0, context=None)
     torch.testing.assert_close(own.float(), sampled_attention(q.float(), k.float(), v.float(), 2), rtol=2e-2, atol=2e-2)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("method", ["sd", *checks.ACTIVE])
+def test_graphs_give_the_latents_of_the_eager_run(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a run that captures and times, and in one that replays alone."""
+    monkeypatch.setattr("elfatt_sd.runtime.graphs.PAYS", 0.0)
+    settings = checks.with_effect(method, block_size=16, agents=8)
+    unet = elfatt_sd.apply_patch(tiny.unet().cuda(), method, **settings)
+    eager = checks.denoise(unet, 8, 16, "cuda")
+    with elfatt_sd.graphs(unet):
+        assert all(torch.equal(checks.denoise(unet, 8, 16, "cuda"), eager) for _ in range(2))
+
+
+@on_a_gpu
+@pytest.mark.parametrize("channels", [320, 960, 2560])
+def test_the_norm_is_as_near_to_the_formula_as_pytorchs(channels: int) -> None:
+    x = torch.randn(2, channels, 64, 64, device="cuda").half().to(memory_format=torch.channels_last)
+    weight, bias = torch.randn(2, channels, device="cuda").half()
+    given = (32, weight, bias, 1e-5)
+    wanted = torch.nn.functional.group_norm(x.double(), 32, weight.double(), bias.double(), 1e-5)
+    theirs = torch.nn.functional.group_norm(x, *given)
+    differences = [(made.double() - wanted).abs().max() for made in (group_norm(x, *given, False), theirs)]
+    assert differences[0] <= 1.01 * differences[1]
 
 
 if __name__ == "__main__":

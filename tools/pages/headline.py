@@ -49,7 +49,6 @@ def headline_table(chosen: Sequence[tuple[Results, Row]], benchmarks: Path) -> s
     return "\n".join([*lines, "", f"{'; '.join(said)}."]) + "\n"
 
 
-
 def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
     """Draw the closeness of rows over their speed.
 
