@@ -136,6 +136,15 @@ def agent_attention(
     return torch.add(out, v, alpha=value_shortcut) if value_shortcut else out
 
 
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor, **kernel: Any) -> Tensor:
+    """EFFATT (eq. effatt, normalised): `softmax(Q) softmax(K^T) V`, over the channels of Q and over the tokens of K.
+
+    That is attention through the unit vectors as agents, without a scale.
+    """
+    agents = torch.eye(q.shape[3], dtype=q.dtype, device=q.device)[None, :, None]
+    return agent_attention(q, k, v, agents.expand(q.shape[0], -1, q.shape[2], -1), scale=1.0, **kernel)
+
+
 def elfatt_attention(
     q: Tensor,
     k: Tensor,
@@ -155,26 +164,30 @@ def elfatt_attention(
     channels that attend through them. `split` is `heads` (eq. lepe2sd), `channels` of every head (eq. lepe1sd, where
     each part is scaled by its own size), or `auto`: heads where that fraction of them is a whole number.
     """
-    heads, head_dim = q.shape[2:]
-    if split == "auto":
-        split = "heads" if float(heads * agent_share).is_integer() else "channels"
-    if split == "heads":
-        dim, first = 2, round(heads * agent_share)
-    else:
-        dim, first = 3, int(head_dim * agent_share)
-        if 0 < agent_share < 1:  # both parts a multiple of 8, what fused kernels need, where that is near the share
-            wanted = [unit * round(head_dim * agent_share / unit) for unit in (8, 4, 2) if head_dim % unit == 0]
-            near = (first for first in wanted if 0 < first < head_dim and abs(first / head_dim - agent_share) <= 1 / 8)
-            first = next(near, min(max(round(head_dim * agent_share), 1), head_dim - 1))
-    sizes = [first, q.shape[dim] - first]
+    dim, sizes = halves(*q.shape[2:], agent_share, split)
     (qa, qb), (ka, kb), (va, vb) = (torch.split(x, sizes, dim=dim) for x in (q, k, v))
     done = []
     if sizes[0]:
-        own = agents.narrow(dim, 0, first) if isinstance(agents, Tensor) else pool_agents(qa, agents)
+        own = agents.narrow(dim, 0, sizes[0]) if isinstance(agents, Tensor) else pool_agents(qa, agents)
         done.append(agent_attention(qa, ka, va, own, query_scale=query_scale, value_shortcut=value_shortcut, **kernel))
     if sizes[1]:
         done.append(block_attention(qb, kb, vb, block_size, **kernel))
     return done[0] if len(done) == 1 else torch.cat(done, dim=dim)
+
+
+def halves(heads: int, head_dim: int, first_fraction: float, split: str = "auto") -> tuple[int, list[int]]:
+    """Return the dimension of `[batch, tokens, heads, head_dim]` that ELFATT cuts in two, and the two sizes."""
+    if split == "auto":
+        split = "heads" if float(heads * first_fraction).is_integer() else "channels"
+    if split == "heads":
+        first = round(heads * first_fraction)
+        return 2, [first, heads - first]
+    first = int(head_dim * first_fraction)
+    if 0 < first_fraction < 1:  # both parts a multiple of 8, what fused kernels need, where that is near the fraction
+        wanted = [unit * round(head_dim * first_fraction / unit) for unit in (8, 4, 2) if head_dim % unit == 0]
+        near = (each for each in wanted if 0 < each < head_dim and abs(each / head_dim - first_fraction) <= 1 / 8)
+        first = next(near, min(max(round(head_dim * first_fraction), 1), head_dim - 1))
+    return 3, [first, head_dim - first]
 
 
 def sampled_attention(q: Tensor, k: Tensor, v: Tensor, groups: int, **kernel: Any) -> Tensor:
