@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elfatt_sd.toy.renderer import COLORS, GEOMETRY, PATTERNS, SHAPES, render_parameters, sample_parameters
+from elfatt_sd.toy.renderer import COLORS, GEOMETRY, PATTERNS, render_parameters, sample_parameters
 
 TOKEN = 4  # pixels of a token's side
 TILE = 4  # tokens of a tile's side
@@ -44,9 +44,10 @@ def segments(count: int, generator: torch.Generator, side: int = 96) -> Scenes:
 
 
 def _four_objects(count: int, generator: torch.Generator, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return images, what each token shows (0 nothing, 1 another colour, 2 the dotted one's, 3 the dotted object), pattern.
+    """Return images, what each token shows, and the pattern.
 
-    The image is four quarters with an object each, whose pattern is continued from one to the next.
+    A token shows 0 nothing, 1 an object of another colour, 2 one of the dotted one's colour, 3 the dotted object. The
+    image is four quarters with an object each; the pattern goes on from one quarter to the next.
     """
     shared, place = (each[:, None].repeat(1, 4, 1) for each in sample_parameters(count, generator))
     labels, own = (each.view(count, 4, -1) for each in sample_parameters(4 * count, generator))
@@ -61,7 +62,9 @@ def _four_objects(count: int, generator: torch.Generator, side: int) -> tuple[Te
     period, angle = place[..., GEOMETRY.index("period")], place[..., GEOMETRY.index("angle")]
     moved_u = (across * angle.cos() + along * angle.sin()) / period
     moved_v = (along * angle.cos() - across * angle.sin()) / period
-    place = torch.stack((*own[..., :4].unbind(2), 2 * period, place[..., 5] + moved_u, place[..., 6] + moved_v, angle), 2)
+    place = torch.stack(
+        (*own[..., :4].unbind(2), 2 * period, place[..., 5] + moved_u, place[..., 6] + moved_v, angle), 2
+    )
     bare = place.clone()
     bare[..., :2] = _OFF
     quarters = [render_parameters(labels.flatten(0, 1), each.flatten(0, 1), side // 2) for each in (place, bare)]
@@ -79,10 +82,10 @@ def _four_objects(count: int, generator: torch.Generator, side: int) -> tuple[Te
 def partners(count: int, generator: torch.Generator, tiles: int = 3, shift: int = 0) -> Scenes:
     """A floor of tiles: in which direction, or in which phase, is the stripe of a token's partner?
 
-    A tile has one striped square a token, in eight colours, each twice: these two are partners. One tile shows an object
-    instead. A circle asks for the direction of the partner's stripe, a cross for its phase. Tokens whose partner has
-    the same answer to both do not count. So who does not see the object is right as often as wrong, and so is who
-    does not see the partner: colours, directions and phases are spread alike over all tiles.
+    A tile has a striped square in each token, in eight colours, each twice: these two are partners. One tile shows an
+    object instead. A red one asks for the direction of the partner's stripe, a blue one for its phase. Tokens whose
+    partner has one answer to both are not scored: who does not see the object is right as often as wrong there. So is
+    who does not see the partner, because all tiles have the same colours, and directions and phases are by chance.
 
     Args:
         count: of scenes.
@@ -106,7 +109,7 @@ def partners(count: int, generator: torch.Generator, tiles: int = 3, shift: int 
     cue = torch.randint(2, (count,), generator=generator)
     drawn, where = sample_parameters(count, generator, scale=1.5)
     drawn[:, 1] = torch.tensor([[*COLORS].index(name) for name in CUES])[cue]
-    drawn[:, 2:] = torch.tensor([PATTERNS.index('plain'), [*COLORS].index('yellow')])
+    drawn[:, 2:] = torch.tensor([PATTERNS.index("plain"), [*COLORS].index("yellow")])
     rows, cell = torch.arange(count), torch.randint(cells, (count,), generator=generator)
     floor[rows, cell] = render_parameters(drawn, where, TILE * TOKEN)
     first, second = direction.gather(2, partner), phase.gather(2, partner)
