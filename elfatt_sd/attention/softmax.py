@@ -164,7 +164,7 @@ def elfatt_attention(
     channels that attend through them. `split` is `heads` (eq. lepe2sd), `channels` of every head (eq. lepe1sd, where
     each part is scaled by its own size), or `auto`: heads where that fraction of them is a whole number.
     """
-    dim, sizes = halves(*q.shape[2:], agent_share, split)
+    dim, sizes = halves(q.shape[2], q.shape[3], agent_share, split)
     (qa, qb), (ka, kb), (va, vb) = (torch.split(x, sizes, dim=dim) for x in (q, k, v))
     done = []
     if sizes[0]:

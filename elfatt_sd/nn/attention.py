@@ -1,12 +1,13 @@
 """ELFATT as a module: projections, the windows of a grid, prefix tokens and LePE around `elfatt_sd.attention`.
 
-Shapes: B batch, N image tokens, R rows, C columns, H heads, D head size. q, k and v are `[B, N, H, D]`, row by row.
+Shapes: B batch, N tokens, R rows, C columns, H heads, D head size. q, k and v are `[B, N, H, D]`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -17,39 +18,39 @@ from elfatt_sd import errors as checks
 from elfatt_sd.attention.softmax import agent_attention, efficient_attention, equal_parts, halves, softmax_attention
 from elfatt_sd.errors import ElfattError
 
-GLOBAL_HEADS = ("effatt", "agent", "focused")
+Sides = tuple[int, int]  # rows and columns
+Attend = Callable[[Tensor, Tensor, Tensor, Sides], Tensor]
 
 
 class ElfattAttention(nn.Module):
-    """Self-attention of which one half of the heads is global and linear, the other exact inside windows.
+    """Self-attention of which one half is global and linear, the other exact inside windows.
 
-    Equations lepe1 and lepe2 of the paper, normalised: `E_g + L(V)` in the global half with
-    `E = softmax(Q) softmax(K^T) V` (EFFATT), and `softmax(Q K^T / sqrt(d)) V + L(V)` within each window in the local
-    half, where L is a 3x3 depthwise convolution that sees zeros beyond the edge of the image or window. Where the
-    fraction of the heads is no whole number, the channels of every head are split (lepe1). The paper leaves open the
-    shape of a block (here windows, as square as the grid allows) and the scale of the global half (none here).
+    Equations lepe2 and, where the fraction of the heads is no whole number, lepe1 of the paper, normalised. A head of
+    the global half is `softmax(Q) softmax(K^T) V + L(V)` (EFFATT: over channels of Q, over tokens of K). A head of the
+    local half is `softmax(Q K^T / sqrt(D)) V + L(V)` within each window. L is a 3x3 depthwise convolution that sees
+    zeros beyond the image or window. The paper does not say what shape a block has (here a window as square as the
+    grid allows), nor how logits are scaled; the authors' README has no scale in the global half.
 
-    Arguments, parameters and state dict are those of timm's `Attention`, and `lepe.*`. Any grid is accepted: windows
-    whose sides do not divide it differ by a row or column. Prefix tokens (class, registers) attend exactly; all windows
-    see their keys.
+    Parameters and state dict are those of timm's `Attention`, and `lepe.*`. Where windows do not divide the grid, they
+    differ by a row or column. Prefix tokens (class, registers) attend exactly, and all windows see their keys.
 
     Args:
         dim: channels of a token.
-        num_heads: of attention; they divide `dim`.
-        qkv_bias: whether the projection to queries, keys and values has a bias.
-        block_size: tokens in a window; None makes the whole grid one window, which is exact attention.
-        global_fraction: of the heads; 1 is EFFATT, 0 attention inside windows alone.
-        global_heads: `effatt`; `agent`, through averages of the queries (ELFATT-SD); or `focused`, as FLatten's.
-        agents: number of averages, a square number, of `agent`.
+        num_heads: number of heads, which divides `dim`.
+        qkv_bias: whether queries, keys and values have a bias.
+        block_size: tokens in a window; None makes the grid one window, which is exact attention.
+        global_fraction: of the heads, or of the channels of each head; 1 is EFFATT, 0 attention inside windows.
+        global_heads: `effatt`; `agent`, through averages of queries, as ELFATT-SD; or `focused`, as FLatten.
+        agents: number of averages of `agent`, rounded down to a square number.
         lepe: whether to add L(V).
         prefix_tokens: number of tokens before those of the image.
         grid: rows and columns of the image's tokens; None is a square.
         qk_norm: whether to normalise queries and keys.
         scale_norm: whether to normalise what is attended to.
         proj_bias: whether the last projection has a bias.
-        attn_drop: 0; no matrix of attention is there to drop from.
+        attn_drop: 0; there is no matrix of attention to drop from.
         proj_drop: dropout after the last projection.
-        norm_layer: of `qk_norm` and `scale_norm`; None is `LayerNorm`.
+        norm_layer: class of the norms; None is `LayerNorm`.
         device: of the parameters.
         dtype: of the parameters.
     """
@@ -66,7 +67,7 @@ class ElfattAttention(nn.Module):
         agents: int = 49,
         lepe: bool = True,
         prefix_tokens: int = 0,
-        grid: tuple[int, int] | None = None,
+        grid: Sides | None = None,
         qk_norm: bool = False,
         scale_norm: bool = False,
         proj_bias: bool = True,
@@ -79,29 +80,24 @@ class ElfattAttention(nn.Module):
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ElfattError(f"num_heads={num_heads} is not accepted; give a number that divides dim={dim}.")
-        if block_size is not None:
-            checks.whole("block_size", block_size, 1)
+        for name, value, least in (("block_size", block_size or 1, 1), ("prefix_tokens", prefix_tokens, 0)):
+            checks.whole(name, value, least)
         checks.real("global_fraction", global_fraction, 0, 1)
-        checks.choice("global_heads", global_heads, GLOBAL_HEADS)
-        checks.whole("prefix_tokens", prefix_tokens, 0)
-        if math.isqrt(agents) ** 2 != agents or agents < 1:
-            raise ElfattError(f"agents={agents} is not accepted; give a square number.")
-        if attn_drop:
-            raise ElfattError(f"attn_drop={attn_drop} is not accepted; give 0, as there is no matrix to drop from.")
+        checks.choice("global_heads", global_heads, ("effatt", "agent", "focused"))
+        checks.real("attn_drop", attn_drop, 0, 0)
         size = dim // num_heads
         self.split_dim, self.split_sizes = halves(num_heads, size, global_fraction)
         if self.split_dim == 3 and not 0.5 <= size * global_fraction <= size - 0.5:
             raise ElfattError(
-                f"global_fraction={global_fraction} gives no head and no channel to one half of {num_heads} heads of "
-                f"{size}; give a fraction nearer to 0.5, or 0 or 1."
+                f"global_fraction={global_fraction} leaves one half no head and no channel of {num_heads} heads "
+                f"of {size}; give one nearer to 0.5, or 0 or 1."
             )
         self.num_heads, self.block_size, self.global_heads, self.agents = num_heads, block_size, global_heads, agents
         self.prefix_tokens, self.grid = prefix_tokens, grid
         own: Any = {"device": device, "dtype": dtype}
         norm = norm_layer or nn.LayerNorm
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **own)
-        self.q_norm = norm(size, **own) if qk_norm else nn.Identity()
-        self.k_norm = norm(size, **own) if qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (norm(size, **own) if qk_norm else nn.Identity() for _ in "qk")
         self.norm = norm(dim, **own) if scale_norm else nn.Identity()
         self.lepe = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **own) if lepe else None
         self.proj = nn.Linear(dim, dim, bias=proj_bias, **own)
@@ -119,134 +115,107 @@ class ElfattAttention(nn.Module):
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Tensor | None = None
     ) -> Tensor:
-        """Attend among the tokens `[B, prefix + N, dim]`, or `[B, R, C, dim]` of a grid without prefix tokens.
+        """Attend among tokens.
 
         Args:
-            x: the tokens, prefix tokens first.
-            attn_mask: None; masks are refused, as the global half cannot apply one.
-            is_causal: False, likewise.
-            rope: None, likewise.
+            x: `[B, prefix + N, dim]`; or `[B, R, C, dim]`, without prefix tokens, whatever the grid.
+            attn_mask: None; the global half has no matrix to mask.
+            is_causal: False, for the same reason.
+            rope: None; rotated channels have no meaning in the global half.
+
+        Returns:
+            As `x`.
         """
-        if attn_mask is not None or is_causal or rope is not None:
-            given = "attn_mask" if attn_mask is not None else "is_causal" if is_causal else "rope"
-            raise ElfattError(f"{given} is not accepted by ElfattAttention; leave it out, or use exact attention.")
-        image, before = self._grid_of(x), self.prefix_tokens
+        refused = {"attn_mask": attn_mask is not None, "is_causal": is_causal, "rope": rope is not None}
+        if any(refused.values()):
+            raise ElfattError(f"{max(refused, key=refused.__getitem__)} is not accepted here; use exact attention.")
+        sides, first = self._sides(x), self.prefix_tokens
         q, k, v = self.qkv(x.flatten(1, -2)).unflatten(2, (3, self.num_heads, -1)).unbind(2)
         q, k = self.q_norm(q), self.k_norm(k)
-        parts = zip(*(torch.split(each, self.split_sizes, self.split_dim) for each in (q, k, v)), strict=True)
-        done = [
-            attend(*part, image, weights)
-            for attend, part, weights in zip((self._globally, self._locally), parts, self._lepe_weights(), strict=True)
-            if part[0].numel()
-        ]
+        lepe: Any = () if self.lepe is None else (self.lepe.weight, self.lepe.bias)
+        done = []
+        for half, attend in enumerate((self._global, lambda q, k, v, _: softmax_attention(q, k, v))):
+            if self.split_sizes[half]:
+                qkv = [torch.split(each, self.split_sizes, self.split_dim)[half] for each in (q, k, v)]
+                own = [each.unflatten(0, q.shape[2:]) for each in lepe]
+                own = [torch.split(each, self.split_sizes, self.split_dim - 2)[half] for each in own]
+                windows = self._windows(*sides) if half else (1, 1)
+                done.append(in_windows(qkv, attend, sides, windows, first, own))
         mixed = torch.cat(done, self.split_dim) if len(done) > 1 else done[0]
-        if before:
-            mixed = torch.cat([softmax_attention(q[:, :before], k, v), mixed], 1)
-        return self.proj_drop(self.proj(self.norm(mixed.flatten(2)))).view(x.shape)
+        if first:
+            mixed = torch.cat([softmax_attention(q[:, :first], k, v), mixed], 1)
+        out: Tensor = self.proj_drop(self.proj(self.norm(mixed.flatten(2))))
+        return out.view(x.shape)
 
-    def _grid_of(self, x: Tensor) -> tuple[int, int]:
+    def _sides(self, x: Tensor) -> Sides:
         if x.ndim == 4 and not self.prefix_tokens:
             return x.shape[1], x.shape[2]
         tokens = x.shape[1] - self.prefix_tokens
-        rows, columns = self.grid or (math.isqrt(max(tokens, 0)),) * 2
-        if x.ndim != 3 or rows * columns != tokens:
+        sides = self.grid or (math.isqrt(max(tokens, 0)),) * 2
+        if x.ndim != 3 or sides[0] * sides[1] != tokens:
             raise ElfattError(
-                f"{' x '.join(map(str, x.shape[1:-1]))} tokens with prefix_tokens={self.prefix_tokens} are not "
-                f"{rows} x {columns}; give grid=(rows, columns) and prefix_tokens, or tokens [batch, rows, columns, dim]."
+                f"{' x '.join(map(str, x.shape[1:-1]))} tokens with prefix_tokens={self.prefix_tokens} are no grid of "
+                f"{sides[0]} x {sides[1]}; give grid=(rows, columns) and prefix_tokens."
             )
-        return rows, columns
+        return sides
 
-    def _lepe_weights(self) -> list[tuple[Tensor, Tensor] | None]:
-        """Return weights and biases of L of the two halves."""
-        if self.lepe is None:
-            return [None, None]
-        assert self.lepe.bias is not None
-        both = (each.unflatten(0, (self.num_heads, -1)) for each in (self.lepe.weight, self.lepe.bias))
-        return [*zip(*(torch.split(each, self.split_sizes, self.split_dim - 2) for each in both), strict=True)]
-
-    def _globally(self, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int], lepe: Any) -> Tensor:
-        image = slice(self.prefix_tokens, None)
-        q = q[:, image]
-        if self.global_heads == "focused":
-            out = focused_attention(q, k, v)
-        elif self.global_heads == "agent":
-            pooled = F.adaptive_avg_pool2d(as_image(q, grid), math.isqrt(self.agents))
-            out = agent_attention(q, k, v, as_tokens(pooled, q.shape[2]))
-        else:
-            out = efficient_attention(q, k, v)
-        return out if lepe is None else out + convolved(v[:, image], grid, *lepe)
-
-    def _locally(self, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int], lepe: Any) -> Tensor:
-        """Attend inside windows; those of one shape, of which there are four at most, are one call."""
-        first = [each[:, None, : self.prefix_tokens] for each in (k, v)]
-        q, k, v = (each[:, self.prefix_tokens :].unflatten(1, grid) for each in (q, k, v))
-        down, across = self._windows(*grid)
-        done = []
-        for rows, height in equal_parts(grid[0], down):
-            band = []
-            for columns, width in equal_parts(grid[1], across):
-                own, keys, values = (cut(each[:, rows, columns], height, width) for each in (q, k, v))
-                count = own.shape[1]
-                seen = [keys, values]
-                if self.prefix_tokens:
-                    seen = [
-                        torch.cat([p.expand(-1, count, -1, -1, -1), s], 2) for p, s in zip(first, seen, strict=True)
-                    ]
-                out = softmax_attention(own.flatten(0, 1), *(each.flatten(0, 1) for each in seen))
-                if lepe is not None:
-                    out = out + convolved(values.flatten(0, 1), (height, width), *lepe)
-                band.append(joined(out.unflatten(0, (-1, count)), q[:, rows, columns].shape[1:3], height, width))
-            done.append(torch.cat(band, 2) if len(band) > 1 else band[0])
-        return (torch.cat(done, 1) if len(done) > 1 else done[0]).flatten(1, 2)
-
-    def _windows(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return how many windows lie below and beside each other: squares, wider ones where the grid is flat."""
+    def _windows(self, rows: int, columns: int) -> Sides:
+        """Return how many windows lie below and beside each other: squares, longer ones where the grid is narrow."""
         if self.block_size is None:
             return 1, 1
-        short = max(1, round(min(rows, columns) / math.sqrt(self.block_size)))
-        long = min(max(1, round(rows * columns / self.block_size / short)), max(rows, columns))
-        return (short, long) if rows <= columns else (long, short)
+        short, long = sorted((rows, columns))
+        across = max(1, round(short / math.sqrt(self.block_size)))
+        along = min(max(1, round(rows * columns / self.block_size / across)), long)
+        return (across, along) if rows <= columns else (along, across)
+
+    def _global(self, q: Tensor, k: Tensor, v: Tensor, sides: Sides) -> Tensor:
+        if self.global_heads == "effatt":
+            return efficient_attention(q, k, v)
+        if self.global_heads == "focused":
+            return focused_attention(q, k, v)
+        image = q.reshape(len(q), *sides, -1).permute(0, 3, 1, 2)
+        pooled = F.adaptive_avg_pool2d(image, math.isqrt(self.agents)).flatten(2).transpose(1, 2)
+        return agent_attention(q, k, v, pooled.reshape(len(q), -1, *q.shape[2:]))
+
+
+def in_windows(
+    qkv: Sequence[Tensor], attend: Attend, sides: Sides, windows: Sides, first: int = 0, lepe: Sequence[Tensor] = ()
+) -> Tensor:
+    """Attend inside the windows of a grid, whose keys follow those of the `first` tokens, and convolve values there.
+
+    Windows of one shape, of which there are four at most, are one call. `lepe` is weight and bias by head and channel.
+    """
+    heads, size = qkv[0].shape[2:]
+    images = [each[:, first:].reshape(-1, *sides, heads, size) for each in qkv]
+    bands = []
+    for rows, height in equal_parts(sides[0], windows[0]):
+        band = []
+        for columns, width in equal_parts(sides[1], windows[1]):
+            cut = [each[:, rows, columns] for each in images]
+            down, across = cut[0].shape[1] // height, cut[0].shape[2] // width
+            shape = (-1, down, height, across, width, heads, size)
+            q, *own = (each.reshape(shape).transpose(2, 3).reshape(-1, height * width, heads, size) for each in cut)
+            k, v = own
+            if first:
+                before = (each[:, None, :first].expand(-1, down * across, -1, -1, -1).flatten(0, 1) for each in qkv[1:])
+                k, v = (torch.cat(pair, 1) for pair in zip(before, own, strict=True))
+            out = attend(q, k, v, (height, width))
+            if lepe:
+                values = own[1].reshape(-1, height, width, heads * size).permute(0, 3, 1, 2)
+                local = F.conv2d(values, lepe[0].flatten(0, 1), lepe[1].flatten(), padding=1, groups=heads * size)
+                out = out + local.permute(0, 2, 3, 1).reshape(out.shape)
+            out = out.reshape(-1, down, across, height, width, heads, size).transpose(2, 3)
+            band.append(out.reshape(cut[0].shape))
+        bands.append(torch.cat(band, 2) if len(band) > 1 else band[0])
+    return (torch.cat(bands, 1) if len(bands) > 1 else bands[0]).flatten(1, 2)
 
 
 def focused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FLatten's linear attention: features are `relu(x)^3` with the length of `relu(x)`.
-
-    FLatten learns a scale of q and k, too, and its 5x5 convolution of the values is LePE here.
-    """
-    dtype, precision = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    q, k, v = (each.to(precision) for each in (q, k, v))
+    """FLatten's linear attention, of features `relu(x)^3` as long as `relu(x)`; without its learnt scale of q and k."""
+    dtype = q.dtype
+    q, k, v = (each.transpose(1, 2).to(torch.promote_types(dtype, torch.float32)) for each in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
         q, k = (F.relu(each) + 1e-6 for each in (q, k))
         q, k = (F.normalize(each**3, dim=3) * torch.linalg.vector_norm(each, dim=3, keepdim=True) for each in (q, k))
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        mixed = q @ (k.transpose(2, 3) @ v) / (q @ k.sum(2).unsqueeze(3) + 1e-6)
+        mixed = q @ (k.transpose(2, 3) @ v) / (q @ k.sum(2).unsqueeze(3))
     return mixed.transpose(1, 2).to(dtype)
-
-
-def as_image(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Turn `[B, N, H, D]` into `[B, H D, R, C]`."""
-    return x.flatten(2).unflatten(1, grid).permute(0, 3, 1, 2)
-
-
-def as_tokens(x: Tensor, heads: int) -> Tensor:
-    """Turn `[B, H D, R, C]` into `[B, N, H, D]`."""
-    return x.flatten(2).transpose(1, 2).unflatten(2, (heads, -1))
-
-
-def convolved(v: Tensor, grid: tuple[int, int], weight: Tensor, bias: Tensor) -> Tensor:
-    """Convolve values `[B, N, H, D]` of a grid with `[H, D, 1, 3, 3]`, each channel by itself."""
-    weight = weight.flatten(0, 1)
-    return as_tokens(F.conv2d(as_image(v, grid), weight, bias.flatten(), padding=1, groups=len(weight)), v.shape[2])
-
-
-def cut(x: Tensor, height: int, width: int) -> Tensor:
-    """Cut `[B, R, C, H, D]` in windows `[B, windows, height width, H, D]`."""
-    x = x.unflatten(2, (-1, width)).unflatten(1, (-1, height))
-    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
-
-
-def joined(x: Tensor, grid: tuple[int, ...], height: int, width: int) -> Tensor:
-    """Undo `cut`."""
-    rows, columns = grid
-    x = x.unflatten(2, (height, width)).unflatten(1, (rows // height, columns // width))
-    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)

@@ -6,15 +6,13 @@ all rows, level 3 alternates exact attention and the one that is named, and leve
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elfatt_sd.errors import ElfattError, choice
+from elfatt_sd.errors import choice
 from elfatt_sd.nn.attention import ElfattAttention
 
 # What a name is to `ElfattAttention`.
@@ -59,8 +57,7 @@ def pyramid(name: str, attention: str = "elfatt", classes: int = 1000, **setting
 class Pyramid(nn.Module):
     """A vision transformer whose levels halve the grid: images `[B, channels, height, width]` to logits.
 
-    Sides of images that 4 or 2 does not divide are rounded up by the convolutions. A single level is a plain
-    transformer with patches of 4 pixels.
+    Images have any sides. A single level is a plain transformer with patches of 4 pixels.
 
     Args:
         depths: number of blocks of each level.
@@ -71,7 +68,7 @@ class Pyramid(nn.Module):
         every: of each level, which block has that attention and is not exact: 1 all, 2 every second, 0 none.
         classes: of the images; 0 leaves the last layer out.
         in_channels: of the images.
-        convolutions: whether patches overlap, as CSWin's; otherwise they are concatenated, as Swin's.
+        overlap: whether the patches overlap, as CSWin's, or not, as Swin's.
         drop_path: how often a training step leaves out the last block of a row; earlier ones less.
         **attention_settings: of `ElfattAttention`, in all blocks, such as `lepe` and `global_fraction`.
     """
@@ -87,22 +84,18 @@ class Pyramid(nn.Module):
         every: Sequence[int] = (1, 1, 2, 0),
         classes: int = 1000,
         in_channels: int = 3,
-        convolutions: bool = True,
+        overlap: bool = True,
         drop_path: float = 0.0,
         **attention_settings: Any,
     ) -> None:
         super().__init__()
         choice("attention", attention, ATTENTIONS)
         sizes = [block_size] * len(depths) if isinstance(block_size, int) else [*block_size]
-        every = every[: len(depths)]
-        if not len(depths) == len(dims) == len(heads) == len(sizes) == len(every):
-            raise ElfattError(f"depths={tuple(depths)} is not as long as dims, heads, block_size and every.")
         drops = iter(torch.linspace(0, drop_path, sum(depths), device="cpu").tolist())
+        levels = zip(depths, (in_channels, *dims[:-1]), dims, heads, sizes, every[: len(depths)], strict=True)
         self.levels = nn.ModuleList()
-        for depth, (before, dim), count, size, step in zip(
-            depths, itertools.pairwise((in_channels, *dims)), heads, sizes, every, strict=True
-        ):
-            blocks: list[nn.Module] = [Patches(before, dim, first=not self.levels, convolutions=convolutions)]
+        for depth, channels, dim, count, size, step in levels:
+            blocks: list[nn.Module] = [Patches(channels, dim, 2 if self.levels else 4, overlap=overlap)]
             for index in range(depth):
                 own = ATTENTIONS[attention if step and index % step == step - 1 else "softmax"]
                 settings = {"qkv_bias": True, "block_size": size, **attention_settings, **own}
@@ -127,7 +120,8 @@ class Pyramid(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return logits `[B, classes]`."""
         last = self.features(images)[-1]
-        return self.head(self.norm(last.permute(0, 2, 3, 1)).mean((1, 2)))
+        logits: Tensor = self.head(self.norm(last.permute(0, 2, 3, 1)).mean((1, 2)))
+        return logits
 
 
 class Block(nn.Module):
@@ -149,29 +143,16 @@ class Block(nn.Module):
 
 
 class Patches(nn.Module):
-    """Make tokens of patches, `[B, R, C, channels]` to `[B, R / 4, C / 4, dim]` first and half the sides later."""
+    """Make tokens of patches of an image `[B, R, C, channels]`: `[B, R / side, C / side, dim]`."""
 
-    def __init__(self, before: int, dim: int, *, first: bool, convolutions: bool) -> None:
+    def __init__(self, channels: int, dim: int, side: int, *, overlap: bool) -> None:
         super().__init__()
-        side = 4 if first else 2
-        # Swin normalises the concatenated patches, which are then projected without a bias.
-        self.side = side if not first and not convolutions else 0
-        self.norm = nn.LayerNorm(before * side**2 if self.side else dim)
-        self.project: nn.Module
-        if self.side:
-            self.project = nn.Linear(before * side**2, dim, bias=False)
-        else:
-            overlap = {4: (7, 2), 2: (3, 1)}[side] if convolutions else (side, 0)
-            self.project = nn.Conv2d(before, dim, overlap[0], side, overlap[1])
+        kernel = 2 * side - 1 if overlap else side
+        self.project = nn.Conv2d(channels, dim, kernel, side, (kernel - side + 1) // 2)
+        self.norm = nn.LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.permute(0, 3, 1, 2)
-        if self.side:
-            x = F.pad(x, (0, -x.shape[3] % self.side, 0, -x.shape[2] % self.side))
-            x = F.pixel_unshuffle(x, self.side).permute(0, 2, 3, 1)
-            projected: Tensor = self.project(self.norm(x))
-            return projected
-        normed: Tensor = self.norm(self.project(x).permute(0, 2, 3, 1))
+        normed: Tensor = self.norm(self.project(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
         return normed
 
 

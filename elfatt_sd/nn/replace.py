@@ -51,30 +51,31 @@ def replace_attention(
     for name, new in made.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, new)
-    patches = getattr(model, "patch_embed", None)
-    if isinstance(patches, nn.Module) and hasattr(patches, "grid_size") and "grid" not in settings:
+    embed = getattr(model, "patch_embed", None)
+    if isinstance(embed, nn.Module) and hasattr(embed, "grid_size") and "grid" not in settings:
 
         def tell_grid(module: Any, _: Any, patches: Any) -> None:
             for new in made.values():  # tokens as rows and columns are those of images of any size
                 new.grid = tuple(patches.shape[1:3]) if patches.ndim == 4 else module.grid_size
 
-        patches.register_forward_hook(tell_grid)
+        embed.register_forward_hook(tell_grid)
     return len(made)
 
 
-def _reason(module: nn.Module) -> str:
+def _reason(module: Any) -> str:
     """Return why a layer cannot be replaced; empty if it can."""
     kind = type(module).__name__
-    others = [*(set(dict(module.named_children())) - PARTS), *module._parameters, *module._buffers]
-    qkv, takes = module.qkv, inspect.signature(module.forward).parameters
+    others = {*dict(module.named_children()), *module._parameters, *module._buffers} - PARTS
+    unknown = {*inspect.signature(module.forward).parameters} - {"x", "attn_mask", "is_causal"}
+    qkv = module.qkv
     if isinstance(module, ElfattAttention):
         return "it is ELFATT already"
     if kind != "Attention":
         return f"{kind} is another attention than timm's Attention"
-    if others := sorted(others):
-        return f"its {', '.join(others)} would be lost"
-    if unknown := [name for name in takes if name not in ("x", "attn_mask", "is_causal")]:
-        return f"it is called with {', '.join(unknown)}"
+    if others:
+        return f"its {', '.join(sorted(others))} would be lost"
+    if unknown:
+        return f"it is called with {', '.join(sorted(unknown))}"
     if not (isinstance(qkv, nn.Linear) and qkv.out_features == 3 * qkv.in_features):
         return "its heads are not as wide as its tokens"
     if drop := getattr(getattr(module, "attn_drop", None), "p", 0.0):
@@ -82,10 +83,10 @@ def _reason(module: nn.Module) -> str:
     return ""
 
 
-def _successor(old: nn.Module, **settings: Any) -> ElfattAttention:
+def _successor(old: Any, **settings: Any) -> ElfattAttention:
     """Make an `ElfattAttention` with the parts of a layer of attention, and LePE of zeros."""
-    weight: Any = old.qkv.weight
-    new = ElfattAttention(weight.shape[1], int(old.num_heads), device="meta", dtype=weight.dtype, **settings)
+    weight = old.qkv.weight
+    new = ElfattAttention(weight.shape[1], old.num_heads, device="meta", dtype=weight.dtype, **settings)
     for name, part in old.named_children():
         if name != "attn_drop":
             setattr(new, name, part)
