@@ -26,6 +26,7 @@ MODELS = {"vit": "vit", "pyramid": "cswin-t", "sequence": "sequence"}
 KINDS = ("forward", "step")
 ROUNDS = 5
 LONGEST = 15.0  # seconds that a call may take
+SHORTEST = 0.1  # seconds of a reading; shorter calls are repeated
 SMALLEST = 224  # from this size on, memory is measured
 
 
@@ -95,7 +96,7 @@ def _times(name: str, kind: str, size: int, rows: Sequence[str], device: torch.d
 
     def take(turn: Turn) -> float:
         once = timed(calls[turn.name], device)
-        return once if once > 0.1 else timed(calls[turn.name], device, math.ceil(0.1 / max(once, 1e-4)))
+        return once if once > SHORTEST else timed(calls[turn.name], device, math.ceil(SHORTEST / max(once, 1e-4)))
 
     compared = Comparison([*rows], take, ROUNDS)
     compared.warm_up()
