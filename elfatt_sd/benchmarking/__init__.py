@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import math
+import statistics
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elfatt_sd import errors as checks
 from elfatt_sd.attention.ordering import BLOCK_ORDERS, Grid
 from elfatt_sd.benchmarking.report import Results, Session
 from elfatt_sd.benchmarking.variants import (
@@ -47,6 +49,8 @@ from elfatt_sd.families.shapes import UNET_NAMES, call_arguments, dimensions_of_
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax, attentions, is_own
+from elfatt_sd.nn import ElfattAttention
+from elfatt_sd.nn.backbone import ATTENTIONS
 from elfatt_sd.phases import EXACT, Backend, Phase
 from elfatt_sd.runtime.call import Call as PatchCall
 from elfatt_sd.runtime.call import LayerCall, attend
@@ -170,11 +174,13 @@ def layer(
     max_seconds: float = math.inf,
     memory: bool = True,
     kind: str = "layer",
+    attention: Sequence[str] = (),
     session: Session | None = None,
 ) -> Results:
     """Time one self-attention layer of SD 1.5's finest level: the attention itself, and the layer with projections.
 
-    What a method draws at random for each step is part of its layer's time.
+    What a method draws at random for each step is part of its layer's time. With `attention`, names of `elfatt_sd.nn`,
+    a layer of a ViT-S with each of them is timed instead: forward, with backward, and how these grow.
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
@@ -183,7 +189,10 @@ def layer(
     settings = {"dtype": str(precision).removeprefix("torch."), "block_size": block_size}
     settings["max_seconds"] = max_seconds if math.isfinite(max_seconds) else None
     record = (session or Session()).begin(kind, place, settings, bases=[Softmax.name, _PEER])
-    parts = {"attention": _attention_calls, "layer": _layer_calls}
+    parts: dict[str, Callable[..., dict[str, Call]]] = {"attention": _attention_calls, "layer": _layer_calls}
+    if attention:
+        training = {"forward": False, "training step": True}
+        parts = {part: functools.partial(_module_calls, attention, trains) for part, trains in training.items()}
     for (count, side), part in itertools.product(sides.items(), parts):
         made = parts[part](side, batch, block_size, place, precision)
         calls = {name: torch.inference_mode()(call) for name, call in made.items()}
@@ -202,7 +211,39 @@ def layer(
             record.time(key, calls, repeats)
         for name in calls if memory else ():
             record.keep_peak(key, name, batch, functools.partial(peak_memory, calls[name], place))
+    if attention and len(sides) > 1:
+        record.results["growth"] = {part: _growth(record.results["rows"], part) for part in parts}
     return record.results
+
+
+def _growth(rows: Sequence[Mapping[str, Any]], part: str) -> dict[str, float]:
+    """Return, by method, the slope of time over tokens in double logarithm."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["part"] == part:
+            points.setdefault(row["method"], []).append((math.log(row["tokens"]), math.log(row["seconds"])))
+    known = {name: zip(*each, strict=True) for name, each in points.items() if len(each) > 1}
+    return {name: statistics.linear_regression(*axes).slope for name, axes in known.items()}
+
+
+def _module_calls(
+    names: Sequence[str], trains: bool, side: int, batch: int, block_size: int, device: torch.device, dtype: torch.dtype
+) -> dict[str, Call]:
+    x = standard_normal((batch, side * side, 384), torch.Generator().manual_seed(0)).to(device, dtype)
+
+    def step(module: nn.Module) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            module.zero_grad()
+            module(x.clone().requires_grad_()).square().mean().backward()
+
+    calls: dict[str, Call] = {}
+    for name in names:
+        checks.choice("attention", name, ATTENTIONS)
+        with torch.device("meta"):
+            empty = ElfattAttention(384, 6, True, **{"block_size": block_size, **ATTENTIONS[name]})
+        module = fill(empty, device, dtype).requires_grad_(trains)
+        calls[name] = functools.partial(step, module) if trains else functools.partial(module, x)
+    return calls
 
 
 def layer_phases(block_size: int) -> dict[str, Phase]:

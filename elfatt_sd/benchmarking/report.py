@@ -263,6 +263,9 @@ def _notes(results: Results) -> list[str]:
     if noisy:
         named = ", ".join(f"`{name}`" for name in dict.fromkeys(noisy))
         said.append(f"Faster than its floor, which is noise (repeat with more rounds): {named}.")
+    for part, powers in results.get("growth", {}).items():
+        listed = ", ".join(f"`{name}` {power:.2f}" for name, power in powers.items())
+        said.append(f"Time grows with the tokens to the power of, {part}: {listed}.")
     for group in results["groups"]:
         where = title(group["key"])
         if group.get("lost"):

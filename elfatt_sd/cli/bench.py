@@ -18,6 +18,12 @@ from elfatt_sd.files import check_writable
 app = typer.Typer(no_args_is_help=True)
 
 Tokens = Annotated[list[int], typer.Option(help="Tokens of a square grid; may be given several times.")]
+Attentions = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Time a ViT-S's layer with softmax, elfatt, effatt, local, agent or focused; may be given several times."
+    ),
+]
 Sizes = Annotated[
     list[str],
     typer.Option("--size", help="Side of the images in pixels, or 832x480, width first; may be given several times."),
@@ -80,6 +86,7 @@ takes_session = adds_options("session", SESSION_OPTIONS, build_session)
 def layer(
     session: Any,
     tokens: Tokens = [4096, 16384],  # noqa: B006
+    attention: Attentions = None,
     batch: Rows = 2,
     repeats: Repeats = 5,
     block_size: BlockSize = 128,
@@ -88,7 +95,7 @@ def layer(
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
-    """One self-attention layer of SD 1.5's finest level, attention alone and with its projections."""
+    """One self-attention layer of SD 1.5's finest level, attention alone and with its projections; or of a ViT-S."""
     _run("layer", **locals())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -25,11 +26,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, Sides], Tensor]
 class ElfattAttention(nn.Module):
     """Self-attention of which one half is global and linear, the other exact inside windows.
 
-    Equations lepe2 and, where the fraction of the heads is no whole number, lepe1 of the paper, normalised. A head of
-    the global half is `softmax(Q) softmax(K^T) V + L(V)` (EFFATT: over channels of Q, over tokens of K). A head of the
-    local half is `softmax(Q K^T / sqrt(D)) V + L(V)` within each window. L is a 3x3 depthwise convolution that sees
-    zeros beyond the image or window. The paper does not say what shape a block has (here a window as square as the
-    grid allows), nor how logits are scaled; the authors' README has no scale in the global half.
+    Equations lepe2 of the paper and, where the fraction of the heads is not a whole number, lepe1, normalised. A head
+    of the global half is `softmax(Q) softmax(K^T) V + L(V)` (EFFATT: over channels of Q, over tokens of K). A head of
+    the local half is `softmax(Q K^T / sqrt(D)) V + L(V)` within each window. L is a 3x3 depthwise convolution that
+    sees zeros beyond the image or window. The paper does not say what shape a block has (here a window as square as
+    the grid allows), nor how logits are scaled; the authors' README has no scale in the global half.
 
     Parameters and state dict are those of timm's `Attention`, and `lepe.*`. Where windows do not divide the grid, they
     differ by a row or column. Prefix tokens (class, registers) attend exactly, and all windows see their keys.
@@ -45,14 +46,7 @@ class ElfattAttention(nn.Module):
         lepe: whether to add L(V).
         prefix_tokens: number of tokens before those of the image.
         grid: rows and columns of the image's tokens; None is a square.
-        qk_norm: whether to normalise queries and keys.
-        scale_norm: whether to normalise what is attended to.
-        proj_bias: whether the last projection has a bias.
-        attn_drop: 0; there is no matrix of attention to drop from.
-        proj_drop: dropout after the last projection.
-        norm_layer: class of the norms; None is `LayerNorm`.
-        device: of the parameters.
-        dtype: of the parameters.
+        qk_norm: as in timm, and all that follow; `attn_drop` has to be 0, as there is no matrix to drop from.
     """
 
     def __init__(
@@ -80,8 +74,8 @@ class ElfattAttention(nn.Module):
         super().__init__()
         if num_heads < 1 or dim % num_heads:
             raise ElfattError(f"num_heads={num_heads} is not accepted; give a number that divides dim={dim}.")
-        for name, value, least in (("block_size", block_size or 1, 1), ("prefix_tokens", prefix_tokens, 0)):
-            checks.whole(name, value, least)
+        checks.whole("block_size", 1 if block_size is None else block_size, 1)
+        checks.whole("prefix_tokens", prefix_tokens, 0)
         checks.real("global_fraction", global_fraction, 0, 1)
         checks.choice("global_heads", global_heads, ("effatt", "agent", "focused"))
         checks.real("attn_drop", attn_drop, 0, 0)
@@ -105,26 +99,15 @@ class ElfattAttention(nn.Module):
 
     @classmethod
     def sized(cls, **settings: Any) -> type[Self]:
-        """Return a subclass with other defaults, for timm's `attn_layer`, which takes classes only.
-
-        Args:
-            **settings: arguments of the class.
-        """
+        """Return a subclass with other defaults, for timm's `attn_layer`, which takes classes only."""
         return type(cls.__name__, (cls,), {"__init__": functools.partialmethod(cls.__init__, **settings)})
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Tensor | None = None
     ) -> Tensor:
-        """Attend among tokens.
+        """Attend among tokens `[B, prefix + N, dim]`, or those of a grid `[B, R, C, dim]` without prefix tokens.
 
-        Args:
-            x: `[B, prefix + N, dim]`; or `[B, R, C, dim]`, without prefix tokens, whatever the grid.
-            attn_mask: None; the global half has no matrix to mask.
-            is_causal: False, for the same reason.
-            rope: None; rotated channels have no meaning in the global half.
-
-        Returns:
-            As `x`.
+        What needs a matrix of attention is refused: masks, causal attention and rotary embeddings.
         """
         refused = {"attn_mask": attn_mask is not None, "is_causal": is_causal, "rope": rope is not None}
         if any(refused.values()):
@@ -148,22 +131,22 @@ class ElfattAttention(nn.Module):
         return out.view(x.shape)
 
     def _sides(self, x: Tensor) -> Sides:
-        if x.ndim == 4 and not self.prefix_tokens:
-            return x.shape[1], x.shape[2]
-        tokens = x.shape[1] - self.prefix_tokens
-        sides = self.grid or (math.isqrt(max(tokens, 0)),) * 2
+        if x.ndim == 4 and not self.prefix_tokens and self.grid in (None, tuple(x.shape[1:3])):
+            return operator.index(x.shape[1]), operator.index(x.shape[2])
+        tokens = operator.index(x.shape[1]) - self.prefix_tokens  # compiled code is for one grid
+        sides = self.grid or (round(max(tokens, 0) ** 0.5),) * 2
         if x.ndim != 3 or sides[0] * sides[1] != tokens:
             raise ElfattError(
-                f"{' x '.join(map(str, x.shape[1:-1]))} tokens with prefix_tokens={self.prefix_tokens} are no grid of "
+                f"{' x '.join(map(str, x.shape[1:-1]))} tokens with prefix_tokens={self.prefix_tokens} do not fill "
                 f"{sides[0]} x {sides[1]}; give grid=(rows, columns) and prefix_tokens."
             )
         return sides
 
     def _windows(self, rows: int, columns: int) -> Sides:
-        """Return how many windows lie below and beside each other: squares, longer ones where the grid is narrow."""
+        """Return how many windows are in a column and in a row: squares, longer ones where the grid is narrow."""
         if self.block_size is None:
             return 1, 1
-        short, long = sorted((rows, columns))
+        short, long = min(rows, columns), max(rows, columns)
         across = max(1, round(short / math.sqrt(self.block_size)))
         along = min(max(1, round(rows * columns / self.block_size / across)), long)
         return (across, along) if rows <= columns else (along, across)

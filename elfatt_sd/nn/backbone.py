@@ -7,7 +7,7 @@ all rows, level 3 alternates exact attention and the one that is named, and leve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,18 +26,12 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Shape(NamedTuple):
-    depths: tuple[int, ...]  # blocks of each level
-    dims: tuple[int, ...]  # channels
-    heads: tuple[int, ...]
-    block_size: tuple[int, ...]  # tokens in a window, at 224 pixels
-
-
-SHAPES = {
-    "cswin-t": Shape((2, 4, 18, 1), (64, 128, 256, 512), (2, 4, 8, 16), (49, 49, 196, 49)),
-    "cswin-b": Shape((3, 6, 29, 2), (96, 192, 384, 768), (4, 8, 16, 32), (196, 196, 196, 49)),
-    "swin-t": Shape((2, 2, 6, 2), (96, 192, 384, 768), (3, 6, 12, 24), (196, 196, 196, 49)),
-    "swin-b": Shape((2, 2, 18, 2), (128, 256, 512, 1024), (4, 8, 16, 32), (196, 196, 196, 49)),
+# Depth of each level, channels, heads, and tokens in a window at 224 pixels.
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "cswin-t": ((2, 4, 18, 1), (64, 128, 256, 512), (2, 4, 8, 16), (49, 49, 196, 49)),
+    "cswin-b": ((3, 6, 29, 2), (96, 192, 384, 768), (4, 8, 16, 32), (196, 196, 196, 49)),
+    "swin-t": ((2, 2, 6, 2), (96, 192, 384, 768), (3, 6, 12, 24), (196, 196, 196, 49)),
+    "swin-b": ((2, 2, 18, 2), (128, 256, 512, 1024), (4, 8, 16, 32), (196, 196, 196, 49)),
 }
 
 
@@ -51,7 +45,8 @@ def pyramid(name: str, attention: str = "elfatt", classes: int = 1000, **setting
         **settings: further arguments of `Pyramid`, as `block_size=(576, 576, 576, 144)` for images of 384 pixels.
     """
     choice("name", name, SHAPES)
-    return Pyramid(**{**SHAPES[name]._asdict(), **settings}, attention=attention, classes=classes)
+    *shape, windows = SHAPES[name]
+    return Pyramid(*shape, **{"block_size": windows, **settings}, attention=attention, classes=classes)
 
 
 class Pyramid(nn.Module):
@@ -106,11 +101,7 @@ class Pyramid(nn.Module):
         self.apply(_initialize)
 
     def features(self, images: Tensor) -> list[Tensor]:
-        """Return what each level makes of the images, `[B, dim, rows, columns]`, for segmentation and detection.
-
-        Args:
-            images: `[B, channels, height, width]`.
-        """
+        """Return what each level makes of images, `[B, dim, rows, columns]`, as segmentation and detection need."""
         x, found = images.permute(0, 2, 3, 1), []
         for level in self.levels:
             x = level(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from torch import nn
@@ -36,18 +35,16 @@ def replace_attention(
         ElfattError: the attention cannot be replaced.
     """
     checks.whole("every", every, 1)
-    kind = type(model).__name__
-    found = [name for name, module in model.named_modules() if hasattr(module, "qkv") and hasattr(module, "proj")]
-    chosen = found[every - 1 :: every]
-    if not chosen:
-        raise ElfattError(f"{kind} has {len(found)} layers with qkv and proj, of which every={every} takes none.")
     settings = {"prefix_tokens": getattr(model, "num_prefix_tokens", 0), **settings}
-    made: dict[str, ElfattAttention] = {}
-    for name in chosen:
+    kind, made = type(model).__name__, dict[str, ElfattAttention]()
+    found = [name for name, module in model.named_modules() if hasattr(module, "qkv") and hasattr(module, "proj")]
+    for name in found[every - 1 :: every]:
         old = model.get_submodule(name)
         if why := _reason(old):
             raise ElfattError(f"{name} of {kind} cannot be replaced: {why}; use another model, such as vit or deit.")
         made[name] = _successor(old, block_size=block_size, lepe=lepe, **settings)
+    if not made:
+        raise ElfattError(f"{kind} has {len(found)} layers with qkv and proj, of which every={every} takes none.")
     for name, new in made.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, new)
@@ -55,7 +52,7 @@ def replace_attention(
     if isinstance(embed, nn.Module) and hasattr(embed, "grid_size") and "grid" not in settings:
 
         def tell_grid(module: Any, _: Any, patches: Any) -> None:
-            for new in made.values():  # tokens as rows and columns are those of images of any size
+            for new in made.values():  # patches in rows and columns are those of images of any size
                 new.grid = tuple(patches.shape[1:3]) if patches.ndim == 4 else module.grid_size
 
         embed.register_forward_hook(tell_grid)
@@ -64,23 +61,16 @@ def replace_attention(
 
 def _reason(module: Any) -> str:
     """Return why a layer cannot be replaced; empty if it can."""
-    kind = type(module).__name__
+    kind, linear = type(module).__name__, module.qkv if isinstance(module.qkv, nn.Linear) else None
     others = {*dict(module.named_children()), *module._parameters, *module._buffers} - PARTS
-    unknown = {*inspect.signature(module.forward).parameters} - {"x", "attn_mask", "is_causal"}
-    qkv = module.qkv
-    if isinstance(module, ElfattAttention):
-        return "it is ELFATT already"
-    if kind != "Attention":
-        return f"{kind} is another attention than timm's Attention"
-    if others:
-        return f"its {', '.join(sorted(others))} would be lost"
-    if unknown:
-        return f"it is called with {', '.join(sorted(unknown))}"
-    if not (isinstance(qkv, nn.Linear) and qkv.out_features == 3 * qkv.in_features):
-        return "its heads are not as wide as its tokens"
-    if drop := getattr(getattr(module, "attn_drop", None), "p", 0.0):
-        return f"it has attn_drop={drop}"
-    return ""
+    drop = getattr(getattr(module, "attn_drop", None), "p", 0.0)
+    reasons = {
+        f"{kind} is another attention than timm's Attention": kind != "Attention",
+        f"its {', '.join(sorted(others))} would be lost": others,
+        f"it has attn_drop={drop}": drop,
+        "its heads are not as wide as its tokens": not linear or 3 * linear.in_features != linear.out_features,
+    }
+    return next((why for why, holds in reasons.items() if holds), "")
 
 
 def _successor(old: Any, **settings: Any) -> ElfattAttention:
@@ -91,7 +81,6 @@ def _successor(old: Any, **settings: Any) -> ElfattAttention:
         if name != "attn_drop":
             setattr(new, name, part)
     if new.lepe is not None:
-        new.lepe.to_empty(device=weight.device)
-        for parameter in new.lepe.parameters():
+        for parameter in new.lepe.to_empty(device=weight.device).parameters():
             nn.init.zeros_(parameter)
     return new.train(old.training)

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from elfatt_sd.nn import pyramid
+from elfatt_sd.attention.softmax import efficient_attention
+from elfatt_sd.nn import ElfattAttention, pyramid
 
 ALL196, AT384 = {"block_size": (196, 196, 196, 49)}, {"block_size": (576, 576, 576, 144)}
 APART = {"overlap": False}
@@ -99,3 +100,88 @@ def test_operations_and_parameters_are_the_papers(
     assert counted["others"] / 1e9 == pytest.approx(with_flash, rel=0.005)
     assert sum(counted.values()) / 1e9 == pytest.approx(all_of_it, rel=0.005)
     assert round(sum(each.numel() for each in model.parameters()) / 1e6) == millions
+
+
+def test_efficient_attention_is_the_product_of_two_softmaxes() -> None:
+    q, k, v = torch.randn(3, 2, 20, 3, 8, dtype=torch.float64).unbind()
+    summed = torch.einsum("bnhd,bnhe->bhde", k.softmax(1), v)
+    expected = torch.einsum("bnhd,bhde->bnhe", q.softmax(3), summed)
+    torch.testing.assert_close(efficient_attention(q, k, v), expected)
+
+
+def dense(module: ElfattAttention, x: Tensor, sides: tuple[int, int], windows: tuple[int, int]) -> Tensor:
+    """Equations lepe1 and lepe2 as they stand, normalised: pair by pair, window by window."""
+    first, heads = module.prefix_tokens, module.num_heads
+    q, k, v = module.qkv(x).unflatten(2, (3, heads, -1)).unbind(2)
+    split = {0: 2, 1: 3}[heads % 2]  # an odd number of heads divides the channels
+    weights = [each.unflatten(0, (heads, -1)) for each in (module.lepe.weight, module.lepe.bias)]
+    (qa, qb), (ka, kb), (va, vb) = (each.chunk(2, split) for each in (q, k, v))
+    (wa, wb), (ba, bb) = (each.chunk(2, split - 2) for each in weights)
+
+    def convolved(tokens: Tensor, height: int, weight: Tensor, bias: Tensor) -> Tensor:
+        image = tokens.flatten(2).unflatten(1, (height, -1)).permute(0, 3, 1, 2)
+        made = F.conv2d(image, weight.flatten(0, 1), bias.flatten(), padding=1, groups=image.shape[1])
+        return made.flatten(2).transpose(1, 2).view(tokens.shape)
+
+    def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(q.shape[3])
+        return torch.einsum("bhnm,bmhd->bnhd", logits.softmax(3), v)
+
+    mixed = [torch.einsum("bnhd,bmhd,bmhe->bnhe", qa.softmax(3), ka.softmax(1), va), torch.empty_like(vb)]
+    mixed[0][:, first:] += convolved(va[:, first:], sides[0], wa, ba)
+    places = torch.arange(math.prod(sides)).view(sides) + first
+    for band in places.tensor_split(windows[0], 0):
+        for window in band.tensor_split(windows[1], 1):
+            own = window.flatten()
+            seen = torch.cat([torch.arange(first), own])
+            mixed[1][:, own] = softmax(qb[:, own], kb[:, seen], vb[:, seen])
+            mixed[1][:, own] += convolved(vb[:, own], len(window), wb, bb)
+    out = torch.cat(mixed, split)
+    out[:, :first] = softmax(q[:, :first], k, v)
+    return module.proj(out.flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "sides", "block", "windows", "first"),
+    [
+        (4, (8, 12), 16, (2, 3), 0),
+        (3, (8, 12), 16, (2, 3), 1),  # equation lepe1
+        (2, (7, 5), 4, (4, 2), 5),  # four shapes of windows
+        (2, (1, 50), 16, (1, 3), 0),
+        (2, (37, 37), 64, (5, 4), 1),  # DINOv2 at 518 pixels
+        (1, (3, 2), 49, (1, 1), 2),
+    ],
+)
+def test_the_module_is_the_papers_equations(
+    heads: int, sides: tuple[int, int], block: int, windows: tuple[int, int], first: int
+) -> None:
+    settings: Any = {"block_size": block, "prefix_tokens": first, "grid": sides, "dtype": torch.float64}
+    module = ElfattAttention(heads * 8, heads, True, **settings)
+    x = torch.randn(2, first + math.prod(sides), heads * 8, dtype=torch.float64)
+    torch.testing.assert_close(module(x), dense(module, x, sides, windows))
+    if not first:
+        torch.testing.assert_close(module(x.view(2, *sides, -1)).flatten(1, 2), module(x))
+
+
+@pytest.mark.parametrize("kind", ["effatt", "agent", "focused"])
+def test_gradients_are_right(kind: str) -> None:
+    settings: Any = {"block_size": 4, "prefix_tokens": 1, "grid": (3, 4), "agents": 4, "dtype": torch.float64}
+    module = ElfattAttention(8, 2, global_heads=kind, **settings)
+    assert torch.autograd.gradcheck(module, torch.randn(1, 13, 8, dtype=torch.float64, requires_grad=True))
+
+
+@pytest.mark.parametrize("norm", [2, "fro"])
+@pytest.mark.parametrize("scale", [0.1, 0.3, 1.0])
+def test_the_error_stays_below_the_papers_bound(norm: Any, scale: float) -> None:
+    """elfatterr4-1 and elfatterr4-2, which are of attention without a denominator."""
+    for _ in range(10):
+        tokens, channels, blocks = 12, 4, 3
+        (qa, qb), (ka, kb), (va, vb) = torch.randn(3, 2, tokens, channels, dtype=torch.float64) * scale
+        near = torch.block_diag(*[torch.ones(tokens // blocks, tokens // blocks, dtype=torch.float64)] * blocks)
+        exact = torch.cat([(qa @ ka.T).exp() @ va, (qb @ kb.T).exp() @ vb], 1)
+        made = torch.cat([qa.exp() @ ka.exp().T @ va, (near * (qb @ kb.T).exp()) @ vb], 1)
+        ratio = ((qa @ ka.T)[:, :, None] + 0.5 - qa[:, None] - ka[None]).exp()
+        worst = max(abs(channels / (each.item() * math.exp(-0.5)) - 1) for each in (ratio.min(), ratio.max()))
+        size = lambda x: torch.linalg.matrix_norm(x, norm)  # noqa: E731
+        bound = worst * size((qa @ ka.T).exp()) * size(va) + size(near - 1) * size((qb @ kb.T).exp()) * size(vb)
+        assert size(exact - made) <= bound
