@@ -27,7 +27,8 @@ class Labeller(nn.Module):
     def __init__(self, row: str, shape: dict[str, Any], side: int, classes: int, patterns: int) -> None:
         super().__init__()
         self.body = Pyramid(**shape, **ROWS[row], classes=0)
-        self.body.levels[0].insert(1, Positions(side, shape["dims"][0]))
+        first: Any = self.body.levels[0]
+        first.insert(1, Positions(side, shape["dims"][0]))
         self.heads = nn.ModuleList(nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, classes)) for dim in shape["dims"])
         self.whole = nn.Linear(shape["dims"][-1], patterns) if patterns else None
 
@@ -59,7 +60,8 @@ def timed_model(name: str, row: str) -> nn.Module:
         return nn.Sequential(*(Block(ElfattAttention(64, 2, qkv_bias=True, **settings), 64, 0.0) for _ in range(2)))
     if name == "vit":
         model = Pyramid((12,), (192,), (3,), 64, every=(1,), attention=row, overlap=False)
-        model.levels[0][0] = Patches(3, 192, 16, overlap=False)
+        first: Any = model.levels[0]
+        first[0] = Patches(3, 192, 16, overlap=False)
         return model
     return pyramid(name, row)
 

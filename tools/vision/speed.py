@@ -109,7 +109,7 @@ def _expected(times: Mapping[int, Sequence[float]], size: int) -> float:
     if not times:
         return 0.0
     last = max(times)
-    return statistics.median(times[last]) * (size / last) ** growth(times, least=2.0)
+    return statistics.median(times[last]) * math.pow(size / last, growth(times, least=2.0))
 
 
 def growth(times: Mapping[int, Sequence[float]], least: float = 0.0) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ def fill_page(page: Path, out: Path) -> None:
     check_results(out)
     text = page.read_text(encoding="utf-8")
     check_markers(text, ["vision"])
-    write: Callable[[str, Sequence[str]], str] = lambda name, _: (trained if name in TABLES else timed)(out, name)  # noqa: E731
-    page.write_text(fill_blocks(text, "vision", write), encoding="utf-8")
+    filled = fill_blocks(text, "vision", lambda name, _: (trained if name in TABLES else timed)(out, name))
+    page.write_text(filled, encoding="utf-8")
     draw(page.parent / "images" / "vision.png")
 
 
@@ -47,7 +47,7 @@ def draw(path: Path) -> None:
     """Draw eight scenes of `partners`, and below them eight of `matching`."""
     drawn = [task(8, torch.Generator().manual_seed(1)).images for task in (scenes.partners, scenes.matching)]
     padded = torch.nn.functional.pad(torch.cat(drawn), (2, 2, 2, 2), value=1.0)
-    image = padded.unflatten(0, (2, 8)).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
+    image = padded.view(2, 8, *padded.shape[1:]).permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)
     pixels = Image.fromarray(((image + 1) * 127.5).round().byte().numpy())
     pixels.resize((3 * pixels.width, 3 * pixels.height), Image.Resampling.NEAREST).save(path, optimize=True)
 
@@ -103,19 +103,22 @@ def timed(out: Path, name: str) -> str:
     for kind in KINDS:
         found = times_of(out, name, kind)
         sizes = [size for size in SIZES[name] if any(size in times for times in found.values())]
+        if not sizes:
+            parts += [f"{_WORDS[kind]}: {NONE}.", ""]
+            continue
         lines = [[_WORDS[kind], *map(str, sizes), "exponent", "times as fast as `softmax`"]]
-        for row in rows_of(name) if sizes else ():
+        for row in rows_of(name):
             times = found.get(row, {})
             cells = [clock(statistics.median(times[size])) if size in times else "" for size in sizes]
             lines.append([f"`{row}`", *cells, _exponent(name, times), _speed(found, row)])
-        parts += [*table_lines(lines), ""] if sizes else [f"{_WORDS[kind]}: {NONE}.", ""]
+        parts += [*table_lines(lines), ""]
         if said := busy(own for times in found.values() for own in times.values()):
             parts += [f"{said[0].upper()}{said[1:]}.", ""]
     if memory:
         sizes = sorted({size for own in memory.values() for size in own})
         lines = [["MiB of a training step", *map(str, sizes)]]
         for row, own in memory.items():
-            lines.append([f"`{row}`", *(f"{own[size] / 2**20:.0f}" if own.get(size) else "" for size in sizes)])
+            lines.append([f"`{row}`", *(f"{value / 2**20:.0f}" if (value := own.get(size)) else "" for size in sizes)])
         parts += [*table_lines(lines), ""]
     return "\n".join(parts)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class OutOfTime(Exception):
     """The minutes are over."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Table:
     """What a table trains and scores."""
 
@@ -38,21 +38,21 @@ class Table:
     pattern: str = "pattern"  # what the score of the whole image is called
     patterns: int = 4
     seeds: int = 3
-    steps: int = 900
+    steps: int = 600
     shape: Any = None  # of the backbone; None is the plain one
     side: int = 48  # pixels
     classes: int = 2
 
 
-PARTNERS = Table(scenes.partners, rows=(*ROWS,), score="partners", pattern="cue", patterns=2, steps=600)
+PARTNERS = Table(scenes.partners, rows=(*ROWS,), score="partners", pattern="cue", patterns=2, steps=900)
 TABLES = {
     "partners": PARTNERS,
-    "matching": Table(scenes.matching, score="matching", steps=600),
-    "shifted": Table(
-        functools.partial(scenes.partners, shift=2), ("softmax", "elfatt", "effatt"), "partners", "cue", 2, steps=600
+    "shifted": dataclasses.replace(
+        PARTNERS, draw=functools.partial(scenes.partners, shift=2), rows=("softmax", "elfatt", "effatt")
     ),
+    "matching": Table(scenes.matching, score="matching"),
     "segments": Table(
-        scenes.segments, ("softmax", "elfatt", "effatt", "local"), "mIoU", "", 0, 2, 600, LEVELS, side=96, classes=3
+        scenes.segments, ("softmax", "elfatt", "effatt", "local"), "mIoU", "", 0, 2, shape=LEVELS, side=96, classes=3
     ),
 }
 
