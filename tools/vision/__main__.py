@@ -19,7 +19,7 @@ from elfatt_sd.files import folder_lock
 from elfatt_sd.measure import progress_of
 from tools.vision import speed, tables
 from tools.vision.models import ROWS
-from tools.vision.training import TABLES, TEST_SCENES, OutOfTime, train_all
+from tools.vision.training import TABLES, TEST_SCENES, Effort, OutOfTime, runs, train_all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own = options.device, time.monotonic() + 60 * options.minutes
         with folder_lock(options.out), progress_of("runs") as tell:
             if options.command == "train":
-                given = options.tables, options.rows, options.seeds, options.steps, options.scenes
-                train_all(options.out, *given, *own, tell)
+                orders = runs(options.tables, options.rows, options.seeds)
+                train_all(options.out, orders, Effort(options.steps, options.scenes, *own), tell)
             else:
                 speed.measure_all(options.out, options.models, *own, tell, options.largest)
     except (KeyboardInterrupt, OutOfTime) as stop:

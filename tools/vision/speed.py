@@ -38,19 +38,7 @@ def rows_of(name: str) -> Sequence[str]:
 def measure_all(
     out: Path, models: Sequence[str], device: torch.device, deadline: float, tell: Progress, largest: int = 2**30
 ) -> None:
-    """Measure what has no file yet, sizes from small to large.
-
-    Args:
-        out: folder of the files.
-        models: names of `SIZES`.
-        device: to measure on.
-        deadline: moment of `time.monotonic` after which no further size is begun.
-        tell: progress.
-        largest: size, in pixels or tokens.
-
-    Raises:
-        OutOfTime: the deadline came first.
-    """
+    """Measure what has no file yet, from small to large; after the deadline, `OutOfTime` comes between two sizes."""
     orders = [(name, kind, size) for name in models for kind in KINDS for size in SIZES[name] if size <= largest]
     for done, (name, kind, size) in enumerate(orders):
         tell("measuring", done, len(orders))

@@ -57,61 +57,48 @@ TABLES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """What the trainings of all rows have alike."""
+
+    steps: int | None  # None is what the table has
+    scenes: int  # of the test
+    device: torch.device
+    deadline: float  # moment of `time.monotonic` at which to stop
+
+
 def file_of(out: Path, table: str, row: str, seed: int) -> Path:
     return out / table / row.replace(" ", "-") / f"seed-{seed}.json"
 
 
-def train_all(
-    out: Path,
-    tables: Sequence[str],
-    rows: Sequence[str],
-    seeds: int,
-    steps: int | None,
-    test: int,
-    device: torch.device,
-    deadline: float,
-    tell: Progress,
-) -> None:
-    """Train what has no file yet: first all rows with seed 0, and so on.
-
-    Args:
-        out: folder of the files.
-        tables: names of `TABLES`.
-        rows: names of `ROWS`; those that a table has not are left out.
-        seeds: number of seeds; at most as many as the table has.
-        steps: of each training; None is what the table has.
-        test: number of test scenes.
-        device: to train on.
-        deadline: moment of `time.monotonic` at which to stop.
-        tell: progress.
-
-    Raises:
-        OutOfTime: the deadline came first; no more than a minute's work is lost.
-    """
-    orders = [
+def runs(tables: Sequence[str], rows: Sequence[str], seeds: int) -> list[tuple[int, str, str]]:
+    """Return seed, table and row of each training: first all rows with seed 0, and so on."""
+    return [
         (seed, name, row)
         for seed in range(seeds)
         for name in tables
         for row in TABLES[name].rows
         if row in rows and seed < TABLES[name].seeds
     ]
+
+
+def train_all(out: Path, orders: Sequence[tuple[int, str, str]], effort: Effort, tell: Progress) -> None:
+    """Train what has no file yet. `OutOfTime`, as a kill, loses no more than a minute's work."""
     for done, (seed, name, row) in enumerate(orders):
         tell("training", done, len(orders))
         if not file_of(out, name, row, seed).exists():
-            write_json(file_of(out, name, row, seed), _trained(out, name, row, seed, device, deadline, steps, test))
-            file_of(out, name, row, seed).with_suffix(".pt").unlink()
+            write_json(file_of(out, name, row, seed), _trained(out, name, row, seed, effort))
+            file_of(out, name, row, seed).with_suffix(".pt").unlink(missing_ok=True)
     tell("training", len(orders), len(orders))
 
 
-def _trained(
-    out: Path, name: str, row: str, seed: int, device: torch.device, deadline: float, steps: int | None, test: int
-) -> dict[str, Any]:
-    table = TABLES[name]
-    torch.manual_seed(hash_seed(seed, name, 0))  # the same first weights and scenes for all rows
+def _trained(out: Path, name: str, row: str, seed: int, effort: Effort) -> dict[str, Any]:
+    table, device = TABLES[name], effort.device
+    torch.manual_seed(hash_seed(seed, name, 0))  # of all rows; their scenes are the same, too
     model = Labeller(row, table.shape or PLAIN, table.side // TOKEN, table.classes, table.patterns).to(device)
 
     def loss(count: int, generator: torch.Generator) -> Tensor:
-        if time.monotonic() > deadline:
+        if time.monotonic() > effort.deadline:
             raise OutOfTime
         drawn = table.draw(count, torch.Generator().manual_seed(generator.initial_seed()))
         tokens, whole = model(drawn.images.to(device))
@@ -121,12 +108,15 @@ def _trained(
         return value
 
     path = file_of(out, name, row, seed)
-    stage = Stage(path.stem, BATCH, 1e-3, table.steps if steps is None else steps, hold=0.4, decay=0.98)
+    stage = Stage(path.stem, BATCH, 1e-3, table.steps if effort.steps is None else effort.steps, hold=0.4, decay=0.98)
     print(f"{name}, {row}:", flush=True)
     record = train(stage, model, loss, path.parent, seed, device)
     found = {"table": name, "row": row, "seed": seed, "steps": record["steps"], "seconds": record["seconds"]}
     found |= {"device": str(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    return found | {"scores": scores_of(model, table, test, device), "loss": [list(pair) for pair in record["curve"]]}
+    return found | {
+        "scores": scores_of(model, table, effort.scenes, device),
+        "loss": [list(pair) for pair in record["curve"]],
+    }
 
 
 @torch.no_grad()
