@@ -109,9 +109,8 @@ class ElfattAttention(nn.Module):
 
         What needs a matrix of attention is refused: masks, causal attention and rotary embeddings.
         """
-        refused = {"attn_mask": attn_mask is not None, "is_causal": is_causal, "rope": rope is not None}
-        if any(refused.values()):
-            raise ElfattError(f"{max(refused, key=refused.__getitem__)} is not accepted here; use exact attention.")
+        if attn_mask is not None or is_causal or rope is not None:
+            raise ElfattError("attn_mask, is_causal and rope are not accepted; use exact attention for them.")
         sides, first = self._sides(x), self.prefix_tokens
         q, k, v = self.qkv(x.flatten(1, -2)).unflatten(2, (3, self.num_heads, -1)).unbind(2)
         q, k = self.q_norm(q), self.k_norm(k)

@@ -44,6 +44,14 @@ def test_bench_prints_and_saves_and_counts_its_calls(tmp_path: Path, monkeypatch
     assert max(map(len, plain(shown.stdout))) <= 80
 
 
+def test_bench_times_attentions_of_vision_transformers_and_their_growth() -> None:
+    words = ["--tokens", 256, "--attention", "softmax", "--attention", "elfatt", "--markdown"]
+    result = call(*LAYER, *words)
+    assert re.search(r"\n\| 256 \| training step \| elfatt \| .* \|\n", result.stdout), result.output
+    assert re.search(r"to the power of, forward: `softmax` -?[\d.]+, `elfatt` -?[\d.]+\.\n", result.stdout)
+    assert "attention='linear' is not known; accepted: softmax, elfatt" in call(*LAYER, "--attention", "linear").stderr
+
+
 def test_what_is_finished_stays_when_it_is_stopped(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
     left = iter([1, 2])
 
