@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -50,13 +51,13 @@ def replace_attention(
         setattr(model.get_submodule(parent), leaf, new)
     embed = getattr(model, "patch_embed", None)
     if isinstance(embed, nn.Module) and hasattr(embed, "grid_size") and "grid" not in settings:
-
-        def tell_grid(module: Any, _: Any, patches: Any) -> None:
-            for new in made.values():  # patches in rows and columns are those of images of any size
-                new.grid = tuple(patches.shape[1:3]) if patches.ndim == 4 else module.grid_size
-
-        embed.register_forward_hook(tell_grid)
+        embed.register_forward_hook(functools.partial(_tell_grid, [*made.values()]))  # a copy of the model has its own
     return len(made)
+
+
+def _tell_grid(layers: list[ElfattAttention], embed: Any, _: Any, patches: Any) -> None:
+    for layer in layers:  # patches in rows and columns are those of images of any size
+        layer.grid = tuple(patches.shape[1:3]) if patches.ndim == 4 else embed.grid_size
 
 
 def _reason(module: Any) -> str:

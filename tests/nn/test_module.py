@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,10 @@ def test_replaced_attention_keeps_weights_and_finds_the_grid(name: str, settings
         torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)  # LePE begins at zero
     assert [type(block.attn).__name__ == "ElfattAttention" for block in model.blocks] == [False, True, False, True]
     model.train()(images).sum().backward()
+    twin = copy.deepcopy(model)
+    twin.blocks[3].attn.grid = model.blocks[3].attn.grid = None
+    twin(images)
+    assert twin.blocks[3].attn.grid is not None is model.blocks[3].attn.grid
     missing, unexpected = model.load_state_dict(before, strict=False)
     assert {key.split("attn.")[1] for key in missing} == {"lepe.weight", "lepe.bias"} and not unexpected
 
