@@ -145,10 +145,6 @@ def drawn(name: str) -> tuple[Any, list[Any]]:
     return pipe, given
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
-
-
 def gradient_of(model: Any, student: list[Any], teacher: Any = ()) -> torch.Tensor:
     """The gradient of a loss of several calls, with a teacher's calls before the backward pass."""
     model.zero_grad(set_to_none=True)
@@ -176,7 +172,8 @@ def test_every_family_is_trained_with_checkpoints(name: str) -> None:
         assert calls
     takes_function = "gradient_checkpointing_func" in inspect.signature(model.enable_gradient_checkpointing).parameters
     for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
-        calls = cast(given, dtype)
+        cast = lambda x, dtype=dtype: x.to(dtype) if x.is_floating_point() else x  # noqa: E731
+        calls = tree_map_only(torch.Tensor, cast, given)
         student, teacher = [calls[0], calls[-1]], calls[1:2]
         model.to(dtype).disable_gradient_checkpointing()
         untouched = gradient_of(model, student)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import tiny_pipelines as tiny
 from support import tiny_transformers
-from support.checks import ACTIVE, counting, inputs, runner
+from support.checks import counting, inputs, runner
 from torch import Tensor
 from torch.nn import functional
 
@@ -127,19 +127,6 @@ def test_half_precision_with_logits_in_float32_on_request(half: torch.dtype, see
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("method", ACTIVE)
-def test_a_layer_that_is_left_alone_is_exact(method: str) -> None:
-    """Nothing that was drawn for the approximation is left in it, whichever kernel serves it."""
-    unet, (sample, text) = tiny.unet(), inputs(torch.float32)
-    timestep = torch.arange(999, -1, -1)[4]
-    untouched = unet(sample, timestep, text).sample
-    for backend in ("auto", "native"):
-        elfatt_sd.apply_patch(unet, method, attention_backend=backend)
-        unet.elfatt_patch.pays = lambda *_: False
-        torch.testing.assert_close(unet(sample, timestep, text).sample, untouched, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("method", METHODS)
 def test_the_backend_serves_patched_layers_in_every_phase(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a method that approximates nothing."""
@@ -170,14 +157,10 @@ def test_what_is_approximated_is_rounded_a_little(folder: Path, family: str) -> 
     for name in ("dense", "merged", "elfatt", "shared", "reuse"):
         images, phase = [], PHASES[name]
         for dtype in (None, "bfloat16"):
-            try:
-                with elfatt_sd.patched(pipe, in_dtype(phase, dtype)):
-                    images.append(run())
-            except ElfattError:
-                assert phase.merge.ratio, "all else goes with every family"
-        if images:
-            error = float((images[1] - images[0]).norm() / images[0].norm())
-            assert 0 < error < (0.05 if phase.dense else 0.5), f"{name}; merging may choose other tokens"
+            with elfatt_sd.patched(pipe, in_dtype(phase, dtype)):
+                images.append(run())
+        error = float((images[1] - images[0]).norm() / images[0].norm())
+        assert 0 < error < (0.05 if phase.dense else 0.5), f"{name}; merging may choose other tokens"
     assert dtypes == {torch.float32}
     if family == "sd3":  # is given its texts in float32
         return

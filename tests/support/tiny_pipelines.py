@@ -101,11 +101,6 @@ def sd15(folder: Path, *, scheduler: Any = None, **unet_changes: Any) -> StableD
     return quiet(StableDiffusionPipeline(**parts, requires_safety_checker=False))
 
 
-def sd2(folder: Path) -> StableDiffusionPipeline:
-    """Stable Diffusion 2.x in miniature: five heads at the top level, linear projections."""
-    return sd15(folder, block_out_channels=(40, 80, 80), attention_head_dim=(5, 10, 10), use_linear_projection=True)
-
-
 def sdxl_parts(folder: Path, *, refiner: bool = False) -> dict[str, Any]:
     """The parts of an SDXL pipeline: no attention on the finest grid."""
     torch.manual_seed(2)
