@@ -45,8 +45,14 @@ def test_a_layer_that_is_called_alone_or_has_no_patch_is_exact(pipe: Any) -> Non
     assert torch.equal(ElfattProcessor()(layer, tokens), exact)
 
 
-class Other(AttnProcessor2_0):
-    """A processor that is not known to be plain attention."""
+class Scaled(AttnProcessor2_0):
+    """A processor that is not known to be plain attention, and takes an argument of its own in every step."""
+
+    given: ClassVar[list[Any]] = []
+
+    def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states=None, attention_mask=None, strength=None):  # type: ignore[no-untyped-def,override]
+        Scaled.given.append((encoder_hidden_states is None, strength))
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask)
 
 
 def test_displaced_processors_are_reported_once(pipe: Any) -> None:
@@ -55,8 +61,8 @@ def test_displaced_processors_are_reported_once(pipe: Any) -> None:
     elfatt_sd.apply_patch(pipe, "elfatt")
     patched, plain = picture_of(pipe), dict(pipe.unet.attn_processors)
     assert {*map(type, plain.values())} == {*map(type, before.values())}
-    pipe.unet.set_attn_processor(Other())
-    said = r"3 patched layers now have another attention processor \(Other\), the first is down_blocks\.0.*attn1;"
+    pipe.unet.set_attn_processor(Scaled())
+    said = r"3 patched layers now have another attention processor \(Scaled\), the first is down_blocks\.0.*attn1;"
     with pytest.warns(UserWarning, match=said), recorded() as calls:
         displaced = picture_of(pipe)
     assert not calls
@@ -69,22 +75,12 @@ def test_displaced_processors_are_reported_once(pipe: Any) -> None:
     elfatt_sd.remove_patch(pipe)
     assert all(processors(pipe)[name] is old for name, old in before.items())
     elfatt_sd.apply_patch(pipe, "elfatt")
-    pipe.unet.set_attn_processor(Other())
+    pipe.unet.set_attn_processor(Scaled())
     elfatt_sd.remove_patch(pipe)
     left = processors(pipe)
     pipe.unet.set_attn_processor(dict(plain))
-    assert all(isinstance(each, Other) for name, each in left.items()), "not what was there before"
+    assert all(isinstance(each, Scaled) for name, each in left.items()), "not what was there before"
     assert not elfatt_processors(pipe.unet)
-
-
-class Scaled(AttnProcessor2_0):
-    """Takes an argument of its own in every step."""
-
-    given: ClassVar[list[Any]] = []
-
-    def __call__(self, attn: Any, hidden_states: Any, encoder_hidden_states=None, attention_mask=None, strength=None):  # type: ignore[no-untyped-def,override]
-        Scaled.given.append((encoder_hidden_states is None, strength))
-        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask)
 
 
 def test_other_processors_are_left_alone_or_taken_over_by_name(folder: Path) -> None:
