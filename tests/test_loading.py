@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors.torch import load_file, save_file
 from support import tiny_pipelines as tiny
 
@@ -70,7 +71,8 @@ def test_dtypes_and_devices(saved: Path) -> None:
         refused("toy", "is not known; accepted: auto, float32", dtype=dtype)
 
 
-FIRST = "model.diffusion_model.input_blocks.0.0.weight"
+UNET = "model.diffusion_model."
+FIRST = f"{UNET}input_blocks.0.0.weight"
 
 
 def test_what_is_no_model_is_refused_in_one_line(saved: Path, tmp_path: Path) -> None:
@@ -185,12 +187,20 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_hub")
-def test_a_single_file_draws_what_its_directory_draws(saved: Path, tmp_path: Path) -> None:
-    """With a configuration that is given, or lies beside it; one of another kind that lies there is not taken."""
+def test_a_single_file_draws_what_its_directory_draws(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a configuration that is given, or lies beside it; one of another kind that lies there is not taken.
+
+    The file has diffusers' names of weights; how diffusers translates the original ones is its own matter.
+    """
+    same_names = lambda checkpoint, **_: {name.removeprefix(UNET): weight for name, weight in checkpoint.items()}  # noqa: E731
+    monkeypatch.setitem(SINGLE_FILE_LOADABLE_CLASSES["UNet2DConditionModel"], "checkpoint_mapping_fn", same_names)
     original = load_pipeline(saved, device="cpu")
     given: dict[str, Any] = {"device": "cpu", "vae": original.vae, "text_encoder": original.text_encoder}
     checkpoint, parts, index = (tmp_path / name for name in ("model.safetensors", "parts", "model_index.json"))
-    save_file(tiny.original_unet(original.unet), checkpoint)
+    weights = {UNET + name: weight for name, weight in original.unet.state_dict().items()}
+    save_file({FIRST: original.unet.conv_in.weight.detach().clone(), **weights}, checkpoint)
     shutil.copytree(saved, parts, ignore=shutil.ignore_patterns("*.safetensors"))
     pipe = load_pipeline(checkpoint, **given, config=str(parts))
     assert type(pipe) is diffusers.StableDiffusionPipeline

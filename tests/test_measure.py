@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.checks import DEVICES
 
 from elfatt_sd import measure
 from elfatt_sd.errors import ElfattError
@@ -31,7 +32,6 @@ from elfatt_sd.measure import (
 
 CPU = torch.device("cpu")
 MIB = 2**20
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def test_things_take_turns_and_what_fails_has_no_further_ones() -> None:

@@ -96,16 +96,6 @@ def test_counts() -> None:
     assert lattice_order(Grid.image(8, 7), 2, CPU) is None  # an odd width makes a chessboard of itself
 
 
-@pytest.mark.parametrize(("height", "width", "samples", "groups"), [(8, 8, 16, 2), (5, 7, 6, 5), (6, 4, 7, 3)])
-def test_every_token_of_a_cell_is_as_likely(height: int, width: int, samples: int, groups: int) -> None:
-    """Over an even sweep of the noise, every token is chosen by every group; those of equal cells equally often."""
-    sweep = ((torch.arange(840) + 0.5) / 840)[:, None].expand(-1, samples)
-    chosen = stratified_samples(Grid.image(height, width), samples, groups, sweep).view(-1, samples, groups)
-    counts = torch.stack([chosen[..., group].flatten().bincount(minlength=height * width) for group in range(groups)])
-    sizes = height * width / samples
-    assert (counts - 840 / sizes).abs().max() <= 840 / sizes / int(sizes) + 2
-
-
 @pytest.mark.parametrize(
     ("grid", "size", "box"),
     [

@@ -31,31 +31,29 @@ def small() -> Any:
     return tiny.unet(**tiny.ONE_LEVEL).double().train()
 
 
-def gradients(unet: Any, timestep: Any = 900) -> dict[str, torch.Tensor]:
-    """Gradients of a UNet's mean square by its input and by its weights."""
-    sample, text = inputs()
-    sample.requires_grad_()
-    unet.zero_grad(set_to_none=True)
-    unet(sample, timestep, text).sample.square().mean().backward()
-    return of(unet, sample)
+def flat(model: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    """The gradients by a model's weights and by its inputs, zero where there is none."""
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in (*inputs, *model.parameters())]
+    return torch.cat([each.flatten().double() for each in gradients])
 
 
-def of(unet: Any, sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    named = {"sample": sample, **dict(unet.named_parameters())}
-    return {name: weight.grad for name, weight in named.items() if weight.grad is not None}
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert "sample" in one and one.keys() == other.keys()
-    assert all(torch.allclose(one[name], other[name], atol=1e-10) for name in one)
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("step", [0, 800])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_reaches_every_weight(unet: Any, method: str, step: int) -> None:
-    untouched = gradients(unet, STEPS[step])
+    def gradients() -> dict[str, torch.Tensor]:
+        sample, text = inputs()
+        unet.zero_grad(set_to_none=True)
+        unet(sample.requires_grad_(), STEPS[step], text).sample.square().mean().backward()
+        named = {"sample": sample, **dict(unet.named_parameters())}
+        return {name: each.grad for name, each in named.items() if each.grad is not None}
+
+    untouched = gradients()
     with elfatt_sd.patched(unet, method, **with_effect(method, block_size=32, agents=8, agent_ratio=0.7)):
-        patched = gradients(unet, STEPS[step])
+        patched = gradients()
     assert patched.keys() == untouched.keys()
     assert all(gradient.isfinite().all() for gradient in patched.values())
     phase = PatchConfig.preset(method).phase_at(step, 1000)
@@ -85,7 +83,7 @@ def test_a_run_with_checkpoints(name: str, around: str, reentrant: bool) -> None
     if around == "blocks" and reentrant and not inspect.signature(unet.enable_gradient_checkpointing).parameters:
         pytest.skip("this diffusers takes no checkpoint function")
 
-    def run(checkpointing: bool, between: bool) -> dict[str, torch.Tensor]:
+    def run(checkpointing: bool, between: bool) -> torch.Tensor:
         scheduler = tiny.ddim()
         scheduler.set_timesteps(4)
         image, text = inputs(side=8)
@@ -104,11 +102,11 @@ def test_a_run_with_checkpoints(name: str, around: str, reentrant: bool) -> None
             with torch.no_grad():
                 unet(start.detach() + 1, STEPS[800], text)
         image.square().mean().backward()
-        return of(unet, start)
+        return flat(unet, start)
 
     plain = run(False, False)
-    assert_same(run(True, False), plain)
-    assert_same(run(True, True), plain)
+    for between in (False, True):
+        torch.testing.assert_close(run(True, between), plain, atol=1e-10, rtol=1e-5)
 
 
 def test_a_checkpoint_that_cannot_be_followed_is_refused() -> None:
@@ -147,10 +145,6 @@ def drawn(name: str) -> tuple[Any, list[Any]]:
     return pipe, given
 
 
-def cast(value: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
-
-
 def gradient_of(model: Any, student: list[Any], teacher: Any = ()) -> torch.Tensor:
     """The gradient of a loss of several calls, with a teacher's calls before the backward pass."""
     model.zero_grad(set_to_none=True)
@@ -159,12 +153,7 @@ def gradient_of(model: Any, student: list[Any], teacher: Any = ()) -> torch.Tens
         for given in teacher:
             model(**given)
     torch.stack([each.float().square().mean() for each in tree_leaves(outputs)]).sum().backward()
-    weights = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
-    return torch.cat([each.flatten().float() for each in weights])
-
-
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+    return flat(model)
 
 
 @pytest.mark.parametrize("name", tiny_transformers.FAMILIES)
@@ -183,7 +172,8 @@ def test_every_family_is_trained_with_checkpoints(name: str) -> None:
         assert calls
     takes_function = "gradient_checkpointing_func" in inspect.signature(model.enable_gradient_checkpointing).parameters
     for dtype, rounding in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
-        calls = cast(given, dtype)
+        cast = lambda x, dtype=dtype: x.to(dtype) if x.is_floating_point() else x  # noqa: E731
+        calls = tree_map_only(torch.Tensor, cast, given)
         student, teacher = [calls[0], calls[-1]], calls[1:2]
         model.to(dtype).disable_gradient_checkpointing()
         untouched = gradient_of(model, student)

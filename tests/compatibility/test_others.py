@@ -89,13 +89,6 @@ def bypassing(attention: Any) -> Any:
     return lambda x, *args, **kwargs: x
 
 
-def unhook(model: Any) -> None:
-    for module in model.modules():
-        registry = getattr(module, "_diffusers_hook", None)
-        for name in [] if registry is None else list(registry.hooks):
-            registry.remove_hook(name, recurse=False)
-
-
 @contextlib.contextmanager
 def tome(pipe: Any) -> Iterator[None]:
     tomesd.apply_patch(pipe)
@@ -120,7 +113,10 @@ def hooked(target: Any, put: Callable[[Any, Any, str], None]) -> Iterator[None]:
     for path in sorted({layer.name.rsplit(".", 2)[0] for layer in find_layers(model)}):
         put(hooks, model, path)
     yield
-    unhook(model)
+    for module in model.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        for name in [] if registry is None else list(registry.hooks):
+            registry.remove_hook(name, recurse=False)
 
 
 def skipped_scores(*indices: int) -> Any:
@@ -271,14 +267,10 @@ def test_the_weights_of_a_processor_that_is_taken_over_stay_the_models(folder: P
     assert list(pipe.unet.state_dict()) == weights
 
 
-def a_function(attn: Any, hidden_states: Any, **others: Any) -> Any:
-    return hidden_states
-
-
 def test_what_cannot_be_taken_over_or_patched(folder: Path) -> None:
     """A processor of which nothing is known, one that keeps maps for the pipeline, and a model that is a function."""
     pipe, _ = of("Flux.1")(folder)
-    pipe.transformer.set_attn_processor(a_function)
+    pipe.transformer.set_attn_processor(lambda attn, hidden_states, **others: hidden_states)
     with pytest.raises(ElfattError, match=r"take_over='function' is not accepted; it calls neither .* Leave it out"):
         elfatt_sd.apply_patch(pipe, ALL, take_over=["function"])
     assert not elfatt_sd.is_patched(pipe)

@@ -17,8 +17,9 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from support import checks
 from support import tiny_pipelines as tiny
-from support.checks import counting, generator, like, steps
+from support.checks import counting, like, steps
 from support.tiny_transformers import flow_scheduler, flux_transformer, made, runner
 
 import elfatt_sd
@@ -102,13 +103,9 @@ def test_threads_get_the_images_that_they_get_alone(folder: Path, name: str) -> 
         pipe = tiny.sd15(folder)
         elfatt_sd.apply_patch(pipe, name)
         own = {part: copy.deepcopy(getattr(pipe, part)) for part in ("scheduler", "tokenizer")}
-        given = {"num_inference_steps": 6, "guidance_scale": 3.0, "width": 32, "return_dict": False}
-
-        def draw(pipe: Any, prompt: str, height: int) -> torch.Tensor:
-            return pipe(prompt, height=height, generator=generator(), output_type="latent", **given)[0]
-
+        given = {"num_inference_steps": 6, "guidance_scale": 3.0, "width": 32}
         other = like(diffusers.StableDiffusionPipeline, pipe, **own)
-        draws = [functools.partial(draw, pipe, "a", 32), functools.partial(draw, other, "b", 48)]
+        draws = [checks.runner(pipe, "a", height=32, **given), checks.runner(other, "b", height=48, **given)]
     alone = [draw() for draw in draws]
     for _ in range(2):
         assert all(map(torch.equal, at_once(draws), alone))

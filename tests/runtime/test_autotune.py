@@ -43,6 +43,8 @@ def test_a_shape_too_small_to_pay_is_left_alone_and_a_large_one_is_patched(pipe:
     plan = elfatt_sd.plan(pipe, small, height=16, width=16, autotune=True)
     assert not any(layer.patched for layer in plan.layers) and plan.multiply_adds_after == plan.multiply_adds_before
     assert "left alone: " in plan.layers[0].reason and "of the untouched time, measured here" in plan.layers[0].reason
+    elfatt_sd.apply_patch(pipe, small, attention_backend="native", autotune=True)  # which then serves them, as they are
+    torch.testing.assert_close(runner(pipe, height=16, width=16)(), untouched, atol=1e-5, rtol=0)
     assert sum(each.patched for each in elfatt_sd.plan(pipe, large, height=128, width=128, autotune=True).layers) == 3
 
 

@@ -140,32 +140,27 @@ def test_with_attention_with_guidance_and_without() -> None:
         assert not torch.equal(draw(pipe, **negative), once)
 
 
-@pytest.mark.parametrize("first", ["hooks", "patch"])
-@pytest.mark.parametrize("kind", ["accelerate", "diffusers"])
-def test_hooks_that_bring_weights_still_run(kind: str, first: str) -> None:
+@pytest.mark.parametrize("hooks_first", [True, False])
+@pytest.mark.parametrize("package", ["accelerate", "diffusers"])
+def test_hooks_that_bring_weights_still_run(package: str, hooks_first: bool) -> None:
     """Blocks of which a part is run get their weights as ever, whether the hooks or the patch came first."""
-    pipe = unet_pipe()
+    hooks, pipe, brought = pytest.importorskip(f"{package}.hooks"), unet_pipe(), list[int]()
     with elfatt_sd.patched(pipe, reusing()):
         plain = draw(pipe)
-    block, brought = pipe.unet.up_blocks[-1], list[int]()
 
-    def put_hooks() -> None:
-        class Bring(hooks.ModelHook):  # type: ignore[name-defined, misc]
-            def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-                brought.append(1)
-                return args, kwargs
+    class Bring(hooks.ModelHook):  # type: ignore[name-defined, misc]
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            brought.append(1)
+            return args, kwargs
 
-        if kind == "accelerate":
-            hooks.add_hook_to_module(block, Bring())
-        else:
-            hooks.HookRegistry.check_if_exists_or_initialize(block).register_hook(Bring(), "bring")
-
-    hooks = pytest.importorskip("accelerate.hooks" if kind == "accelerate" else "diffusers.hooks")
-    if first == "hooks":
-        put_hooks()
-    elfatt_sd.apply_patch(pipe, reusing())
-    if first == "patch":
-        put_hooks()
+    if not hooks_first:
+        elfatt_sd.apply_patch(pipe, reusing())
+    if package == "accelerate":
+        hooks.add_hook_to_module(pipe.unet.up_blocks[-1], Bring())
+    else:
+        hooks.HookRegistry.check_if_exists_or_initialize(pipe.unet.up_blocks[-1]).register_hook(Bring(), "bring")
+    if hooks_first:
+        elfatt_sd.apply_patch(pipe, reusing())
     assert torch.equal(draw(pipe), plain)
     assert len(brought) == 8
     elfatt_sd.remove_patch(pipe)
@@ -174,31 +169,23 @@ def test_hooks_that_bring_weights_still_run(kind: str, first: str) -> None:
     assert not torch.equal(untouched, plain)
 
 
-def test_a_run_that_begins_late_computes_what_it_needs_first() -> None:
-    """Of an image: no step before it was run; those that would take over compute everything until there is enough."""
-    pipe = unet_pipe()
-    image = diffusers.StableDiffusionImg2ImgPipeline(**pipe.components, requires_safety_checker=False)
-    image.set_progress_bar_config(disable=True)
-    given = {**UNET, "image": checks.picture(), "strength": 0.5, "guidance_scale": 1.0, "num_inference_steps": 16}
-    del given["height"], given["width"]
-    exact, ran = image(**given, generator=torch.Generator().manual_seed(0)).images, list[int]()
-    pipe.unet.mid_block.resnets[0].register_forward_pre_hook(lambda *_: ran.append(1))
-    with elfatt_sd.patched(image, reusing()):
-        drawn = image(**given, generator=torch.Generator().manual_seed(0)).images
-    assert len(ran) == 8 - 3
-    assert not torch.equal(drawn, exact)
-
-
-def test_controlnets_are_not_called_either() -> None:
-    unet = tiny_pipelines.unet()
-    net = tiny_pipelines.controlnet(unet)
-    pipe = unet_pipe("StableDiffusionControlNetPipeline", unet=unet, controlnet=net)
-    picture, calls = checks.picture(), list[int]()
-    net.mid_block.register_forward_pre_hook(lambda *_: calls.append(1))
+@pytest.mark.parametrize("kind", ["Img2Img", "ControlNet"])
+def test_what_else_is_not_run(kind: str) -> None:
+    """A run that begins late computes everything until there is enough to take over. A ControlNet is not called."""
+    net = unet = tiny_pipelines.unet()
+    parts, given = dict[str, Any](), {**UNET, "guidance_scale": 1.0, "image": checks.picture()}
+    if kind == "ControlNet":
+        parts["controlnet"] = net = tiny_pipelines.controlnet(unet)
+    else:
+        given = {name: given[name] for name in given if name not in ("height", "width")} | {"strength": 0.5}
+    pipe = unet_pipe(f"StableDiffusion{kind}Pipeline", unet=unet, **parts)
+    run, ran = tiny_transformers.runner(pipe, **given, num_inference_steps=8 if parts else 16), list[int]()
+    exact = run()
+    net.mid_block.resnets[0].register_forward_pre_hook(lambda *_: ran.append(1))
     with elfatt_sd.patched(pipe, reusing()):
-        drawn = draw(pipe, image=picture)
-    assert len(calls) == 5
-    assert torch.isfinite(drawn).all()
+        drawn = run()
+    assert len(ran) == 8 - 3
+    assert drawn.isfinite().all() and not torch.equal(drawn, exact)
 
 
 def test_compiled_code_has_one_program_for_each_kind_of_step() -> None:
@@ -230,9 +217,7 @@ def test_what_cannot_be_reused_is_exact_and_said_once() -> None:
 def test_it_is_saved_planned_and_limited() -> None:
     """The plan counts what one call keeps, and runs, with a cut; the run refuses to keep more than it may."""
     plain = [{"cut": "shallow-1", "first": 2, "last": 1}]
-    config = PatchConfig("both", (Phase(1.0, "sampled", keys=8),)).with_settings(
-        reuse=plain
-    )  # as from the command line
+    config = PatchConfig("both", (Phase(1.0, "sampled", keys=8),)).with_settings(reuse=plain)  # of the command line
     assert config.reuse == reusing().reuse
     assert PatchConfig.from_dict(config.to_dict()) == config
     assert "reuse" not in PatchConfig("plain").to_dict()
@@ -241,11 +226,8 @@ def test_it_is_saved_planned_and_limited() -> None:
     kept = planned._taking_over(config.reuse[0])[1]
     assert "is the order), some take over shallow-1: ..1.1.1" in str(planned)
     assert planned.call.after < elfatt_sd.plan(pipe, config, height=32, width=32, reuse=()).call.after
-    drawing = {"seeds": (0,), "output_type": "latent"}
-    for limit, fits in ((2 * kept, True), (2 * kept - 1, False)):  # float32 here
-        with elfatt_sd.patched(pipe, reusing(), residual_limit=limit / 2**30):
-            if fits:
-                draw(pipe, **drawing)
-            else:
-                with pytest.raises(ElfattError, match="would keep"):
-                    draw(pipe, **drawing)
+    with elfatt_sd.patched(pipe, reusing(), residual_limit=2 * kept / 2**30):  # float32 here
+        draw(pipe)
+    elfatt_sd.apply_patch(pipe, reusing(), residual_limit=(2 * kept - 1) / 2**30)
+    with pytest.raises(ElfattError, match="would keep"):
+        draw(pipe)

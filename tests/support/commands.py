@@ -41,11 +41,3 @@ def files(folder: Path) -> list[str]:
 def pixels(path: Path) -> bytes:
     with Image.open(path) as picture:
         return picture.tobytes()
-
-
-def check_error(result: Result, says: str) -> None:
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1, result.stderr
-    assert says in result.stderr

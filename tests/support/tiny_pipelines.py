@@ -89,37 +89,6 @@ def sd15_parts(folder: Path, **unet_changes: Any) -> dict[str, Any]:
     return {**parts, "tokenizer": tokenizer(folder / "tokenizer"), "safety_checker": None, "feature_extractor": None}
 
 
-_RESNET = {
-    **{"norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1"},
-    **{"norm2": "out_layers.0", "conv2": "out_layers.3", "conv_shortcut": "skip_connection"},
-}
-_UNET = {
-    **{"time_embedding.linear_1": "time_embed.0", "time_embedding.linear_2": "time_embed.2"},
-    **{"conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2"},
-    **{f"mid_block.resnets.{number}": f"middle_block.{2 * number}" for number in range(2)},
-    "mid_block.attentions.0": "middle_block.1",
-}
-for level in range(3):  # a level of `unet()` has one layer on the way down, and two on the way up
-    _UNET[f"down_blocks.{level}.downsamplers.0.conv"] = f"input_blocks.{2 * level + 2}.0.op"
-    _UNET[f"up_blocks.{level}.upsamplers.0.conv"] = f"output_blocks.{2 * level + 1}.{1 + (level > 0)}.conv"
-    for place, part in enumerate(("resnets", "attentions")):
-        _UNET[f"down_blocks.{level}.{part}.0"] = f"input_blocks.{2 * level + 1}.{place}"
-        _UNET |= {f"up_blocks.{level}.{part}.{layer}": f"output_blocks.{2 * level + layer}.{place}" for layer in (0, 1)}
-
-
-def original_unet(model: UNet2DConditionModel) -> dict[str, torch.Tensor]:
-    """The weights of `unet()` by the names that a single-file checkpoint of Stable Diffusion 1.x has."""
-    weights = {}
-    for name, weight in model.state_dict().items():
-        part = next(part for part in _UNET if name.startswith(part + "."))
-        rest = name.removeprefix(part + ".")
-        if "resnets" in part:
-            own, _, kind = rest.partition(".")
-            rest = f"{_RESNET[own]}.{kind}"
-        weights[f"model.diffusion_model.{_UNET[part]}.{rest}"] = weight.contiguous()
-    return weights
-
-
 def quiet(pipe: Any) -> Any:
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -130,11 +99,6 @@ def sd15(folder: Path, *, scheduler: Any = None, **unet_changes: Any) -> StableD
     parts = sd15_parts(folder, **unet_changes)
     parts["scheduler"] = scheduler or parts["scheduler"]
     return quiet(StableDiffusionPipeline(**parts, requires_safety_checker=False))
-
-
-def sd2(folder: Path) -> StableDiffusionPipeline:
-    """Stable Diffusion 2.x in miniature: five heads at the top level, linear projections."""
-    return sd15(folder, block_out_channels=(40, 80, 80), attention_head_dim=(5, 10, 10), use_linear_projection=True)
 
 
 def sdxl_parts(folder: Path, *, refiner: bool = False) -> dict[str, Any]:
