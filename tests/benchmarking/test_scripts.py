@@ -17,9 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import counting
+from support.checks import Recorded, counting
 from support.commands import ROOT
-from support.recorded import Recorded
 
 from benchmarks import correctness, gpu_next, gpu_suite
 from benchmarks.graphs import graphed_call

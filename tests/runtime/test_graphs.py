@@ -17,7 +17,7 @@ import torch
 from peft import LoraConfig
 from support import checks, tiny_transformers
 from support import tiny_pipelines as tiny
-from support.recorded import Recorded
+from support.checks import Recorded
 from torch import nn
 from torch.nn import functional
 
