@@ -60,7 +60,6 @@ from elfatt_sd.runtime.processor import ElfattProcessor
 
 CPU = torch.device("cpu")
 QUICK: dict[str, Any] = {"repeats": 1, "device": "cpu"}
-KEY = {"size": 64, "batch": 2}
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "results"
 COMPUTING = {name for name, kind in attentions().items() if not kind.empty}
 NAMES = ["untouched", "tomesd", "tome", "elfatt", "fast", "floor", "floor of 2 levels"]
@@ -397,7 +396,7 @@ def test_calls_take_turns() -> None:
     told: list[Any] = []
     made = Session(progress=lambda *said: told.append(said)).begin("unet", CPU, {"model": "x"}, bases=["a"])
     calls = {name: functools.partial(seen.append, name) for name in "abc"}
-    made.time(KEY, calls, 3)
+    made.time({"size": 64, "batch": 2}, calls, 3)
     assert {row["method"]: row["rounds"] for row in made.results["rows"]} == {"a": 3, "b": 3, "c": 3}
     assert [sorted(seen[start : start + 3]) for start in range(0, 12, 3)] == [list("abc")] * 4
     assert told[-1] == ("64 pixels, batch 2", 12, 12)

@@ -24,10 +24,8 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.tuning.probe import ExactRun
 
-PROMPTS = ["a cat", "a dog"]
 BLOCKS = PatchConfig("blocks", (Phase(1.0, "block", block_size=16),))
 SPREAD = PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),))
-OPTIONS: dict[str, Any] = {"height": 32, "width": 32, "guidance_scale": 3.0}
 RUN: dict[str, Any] = {"prompts": ["a"], "steps": 3, "device": "cpu", "draws": 2}
 SOME: dict[str, Any] = {**RUN, "record_at": [0, 2]}
 Rows = list[dict[str, Any]]
@@ -48,8 +46,8 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def draw(pipe: Any) -> Tensor:
     generators = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
-    options = {"num_inference_steps": 4, "generator": generators, "output_type": "latent", **OPTIONS}
-    made: Tensor = pipe(PROMPTS, **options).images
+    options: dict[str, Any] = {"height": 32, "width": 32, "guidance_scale": 3.0, "num_inference_steps": 4}
+    made: Tensor = pipe(["a cat", "a dog"], generator=generators, output_type="latent", **options).images
     return made
 
 
