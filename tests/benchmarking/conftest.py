@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 from support import tiny_pipelines as tiny
@@ -15,13 +13,6 @@ from elfatt_sd.families.shapes import Shape, empty_model
 
 _XL = {"addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 64}
 SMALL, SMALL_XL = (Shape("UNet2DConditionModel", {**tiny.unet().config, **more}, {}, channels=4) for more in ({}, _XL))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def little_garbage() -> None:
-    """What earlier tests imported and compiled is passed over; see `pytest_collection_finish`."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

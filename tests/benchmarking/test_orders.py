@@ -24,10 +24,8 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.tuning.probe import ExactRun
 
-PROMPTS = ["a cat", "a dog"]
 BLOCKS = PatchConfig("blocks", (Phase(1.0, "block", block_size=16),))
 SPREAD = PatchConfig("spread", (Phase(1.0, "block", block_size=16, block_order="spread"),))
-OPTIONS: dict[str, Any] = {"height": 32, "width": 32, "guidance_scale": 3.0}
 RUN: dict[str, Any] = {"prompts": ["a"], "steps": 3, "device": "cpu", "draws": 2}
 SOME: dict[str, Any] = {**RUN, "record_at": [0, 2]}
 Rows = list[dict[str, Any]]
@@ -48,8 +46,8 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def draw(pipe: Any) -> Tensor:
     generators = [torch.Generator().manual_seed(seed) for seed in (0, 1)]
-    options = {"num_inference_steps": 4, "generator": generators, "output_type": "latent", **OPTIONS}
-    made: Tensor = pipe(PROMPTS, **options).images
+    options: dict[str, Any] = {"height": 32, "width": 32, "guidance_scale": 3.0, "num_inference_steps": 4}
+    made: Tensor = pipe(["a cat", "a dog"], generator=generators, output_type="latent", **options).images
     return made
 
 
@@ -65,56 +63,30 @@ def errors(
     return [row for rows in found.values() for row in rows]
 
 
-def dense(attention: Any, tokens: Tensor, block: int) -> Tensor:
-    """Attention inside blocks by the formula, in float64."""
-    weights = {name: value.double() for name, value in attention.state_dict().items()}
-    projected = (tokens.double() @ weights[f"to_{name}.weight"].t() for name in "qkv")
-    q, k, v = (x.unflatten(2, (attention.heads, -1)).unflatten(1, (-1, block)).transpose(2, 3) for x in projected)
-    mixed = (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1) @ v  # [batch, blocks, heads, tokens of a block, channels]
-    return mixed.transpose(2, 3).flatten(3).flatten(1, 2) @ weights["to_out.0.weight"].t() + weights["to_out.0.bias"]
+@pytest.mark.parametrize(("text", "phase"), [(0, BLOCKS.phases[0]), (16, Phase(1.0, "sampled", keys=16))])
+def test_errors_are_those_of_a_patched_layer(pipe: Any, folder: Path, text: int, phase: Phase) -> None:
+    """A patch of one layer, exact in the first step, gives in the second what is measured in a run that stays exact.
 
-
-def test_errors_are_those_of_the_formula(pipe: Any) -> None:
-    """On what hooks of our own see in the second and fourth call of an untouched run; others are as they were."""
-    inputs: dict[str, list[Tensor]] = {}
-    layers = {layer.name: layer.attention for layer in find_layers(pipe.unet)}
-    handles = [
-        layer.register_forward_pre_hook(lambda module, args, name=name: inputs.setdefault(name, []).append(args[0]))
-        for name, layer in layers.items()
-    ]
-    before, measured = draw(pipe), list[Tensor]()
-    for handle in handles:
-        handle.remove()
-    rows = errors(pipe, BLOCKS, run=lambda: measured.append(draw(pipe)))
-    assert torch.equal(measured[0], before) and torch.equal(draw(pipe), before)
-    assert len(rows) == 6  # two steps, three layers on the finest grid
-    for row in rows:
-        attention, given = layers[row["layer"]], inputs[row["layer"]][row["step"]]
-        exact, blocks = dense(attention, given, 256), dense(attention, given, 16)
-        each = (blocks - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
-        assert len(each) == 4  # two prompts, each with guidance
-        assert row["error"] == pytest.approx(float(each.mean()), rel=1e-3)
-        assert row["least"] == pytest.approx(float(each.min()), rel=1e-3)
-        assert row["greatest"] == pytest.approx(float(each.max()), rel=1e-3)
-        assert row["error"] > 1e-3
-
-
-def test_errors_of_joint_layers_are_those_of_the_image(folder: Path) -> None:
-    """A patch of one layer, of a single block with text and image in one sequence, gives what was measured there."""
-    pipe, seen = tiny_transformers.flux(folder), list[Tensor]()
-    run = runner(pipe, output_type="latent", max_sequence_length=16, height=64, width=64)
-    layer = find_layers(main_denoiser(pipe))[-1]
-    handle = layer.attention.register_forward_hook(lambda *args: seen.append(args[2]))
-    run()
-    method = PatchConfig("one", per_layer=(LayerPhases(layer.name, (Phase(1.0, "sampled", keys=16),)),))
-    with elfatt_sd.patched(pipe, method):
-        run()
-    handle.remove()
-    exact, approximated = (each[:, 16:].flatten(1) for each in (seen[0], seen[len(seen) // 2]))  # without text
-    [row] = errors(pipe, method, at=(0,), run=run, draws=1)
+    Of four images with guidance, and of one in a sequence with its text.
+    """
+    run, seen, measured = lambda: draw(pipe), list[Tensor](), list[Tensor]()
+    if text:
+        pipe = tiny_transformers.flux(folder)
+        run = runner(pipe, output_type="latent", max_sequence_length=text, height=64, width=64)
+    layer = find_layers(main_denoiser(pipe))[-1 if text else 0]
+    method = PatchConfig("one", per_layer=(LayerPhases(layer.name, (Phase(0.25), phase)),))
+    with layer.attention.register_forward_hook(lambda *args: seen.append(args[2])):
+        before = run()
+        with elfatt_sd.patched(pipe, method):
+            run()
+    [row] = errors(pipe, method, at=(1,), run=lambda: measured.append(run()), draws=1)
+    assert torch.equal(measured[0], before) and torch.equal(run(), before)
+    exact, approximated = (calls[1][:, text:].flatten(1) for calls in (seen[: len(seen) // 2], seen[len(seen) // 2 :]))
     each = (approximated - exact).norm(dim=1) / exact.norm(dim=1)
-    assert row["layer"] == layer.name
-    assert row["error"] == pytest.approx(float(each.mean()), rel=1e-3) and row["error"] > 1e-3
+    assert (row["layer"], len(each)) == (layer.name, 1 if text else 4)
+    found = [row["error"], row["least"], row["greatest"]]
+    assert found == pytest.approx([float(each.mean()), float(each.min()), float(each.max())], rel=1e-3)
+    assert row["least"] > 1e-3
 
 
 def test_each_method_is_compared_where_it_approximates(pipe: Any) -> None:

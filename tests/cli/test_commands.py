@@ -66,9 +66,8 @@ def test_what_is_finished_stays_when_it_is_stopped(model: Path, tmp_path: Path, 
     record = json.loads((tmp_path / "0001-a-red-star.json").read_text())
     assert [row["method"] for row in record["methods"]] == ["sd", "agent"]
     assert re.findall(r"^([a-z-]+), round 1 of 2", result.stdout, re.MULTILINE) == ["untouched", "agent"]
-    assert re.search(
-        r"^agent, .* times as fast, PSNR ", result.stdout, re.MULTILINE
-    ) and "0001-a-red-star.png" in files(tmp_path)
+    assert re.search(r"^agent, .* times as fast, PSNR ", result.stdout, re.MULTILINE)
+    assert "0001-a-red-star.png" in files(tmp_path)
 
 
 def test_several_prompts_or_models_are_a_sheet(model: Path, tmp_path: Path) -> None:
@@ -112,13 +111,11 @@ def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path:
     assert '    pipe = elfatt_sd.load_pipeline("path/or/hub-id")' in plain(shape)
 
 
-SMALL = ("--closeness", 20, "--steps", 2, "--images", 8, "--no-presets")
-
-
 def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> None:
     prompts, save, out = tmp_path / "prompts.txt", tmp_path / "tuned.json", tmp_path / "page"
     prompts.write_text("a cat\na dog\n")
-    result = call("tune", model, *SMALL, "--prompts", prompts, "--save", save, "--out", out, "--json")
+    words = ["--closeness", 20, "--steps", 2, "--images", 8, "--no-presets", "--prompts", prompts, "--save", save]
+    result = call("tune", model, *words, "--out", out, "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["asked"]["closeness"] == 20.0
     assert PatchConfig.load(save)

@@ -109,10 +109,8 @@ def test_a_sheet_tells_of_a_busy_machine(pipe: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(compare, "LEAST", 0.0)
     set_clock(monkeypatch, [*(9, 9, 2, 1, 2), *(2, 1, last)])  # the first prompt warms each method up
     drawn = counting(monkeypatch, compare, "side_by_side", lambda *given: given)
-    sheet, seen = (
-        Sheet(lambda request: pipe, ["toy"], ["a cat", "a dog"], ["sd", "tome"], settings={"steps": 2}),
-        list[str](),
-    )
+    seen: list[str] = []
+    sheet = Sheet(lambda request: pipe, ["toy"], ["a cat", "a dog"], ["sd", "tome"], settings={"steps": 2})
     sheet.run(lambda said, fault: seen.append(said), lambda step, steps: None)
     assert len(seen) == sheet.images and seen[3].startswith("toy, a dog: untouched, round 1 of 1: 2.00 s")
     sheet.write(tmp_path)

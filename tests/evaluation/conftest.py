@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 from elfatt_sd.evaluation import measure
 from elfatt_sd.evaluation.protocols import Protocol
+from elfatt_sd.evaluation.report.data import load_results
+from elfatt_sd.evaluation.report.page import write_report
 from elfatt_sd.evaluation.run import RunFolder
 from elfatt_sd.evaluation.stages import evaluate
 
@@ -100,3 +103,21 @@ def inception_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             module.running_var.fill_(0.3)  # keeps activations alive through random layers
     torch.save(network.state_dict(), path)
     return path
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], runs.Page]:
+    """The folder of a made-up run, its results and its page, with all plots."""
+    folder = tmp_path_factory.mktemp("run")
+    results = runs.build_run(folder)
+    return folder, results, runs.Page(write_report(load_results(folder)))
+
+
+@pytest.fixture
+def results(run: tuple[Path, dict[str, Any], runs.Page]) -> dict[str, Any]:
+    return deepcopy(run[1])
+
+
+@pytest.fixture
+def sweep() -> dict[str, Any]:
+    return runs.build_sweep()

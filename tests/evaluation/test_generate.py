@@ -6,7 +6,6 @@ Other code, weights or versions are refused where they made some.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import importlib.metadata
 import json
 import math
@@ -25,10 +24,11 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from support import runs
+from support.commands import call
 from support.runs import ROOT, make, row_of, run_data
 
 import elfatt_sd
-from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.generate import check_images, image_environment, row_patch, start_noise, take_over, to_uint8
 from elfatt_sd.evaluation.protocols import Cell, Protocol, unequal
@@ -60,50 +60,41 @@ def test_rows_differ_and_the_baseline_is_that_of_the_plain_pipeline(made: tuple[
         assert np.array_equal(ours, (plain[index] * 255).round().astype(np.uint8))
 
 
-def test_killed_runs_end_with_the_same_bytes(made: tuple[Path, Protocol], tmp_path: Path) -> None:
-    """One process forks a child for each moment; the child is killed (-9) at that rename."""
-    run_dir, _ = made
-    script = f"""
-import os, signal, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from elfatt_sd.evaluation import generate
-from elfatt_sd.evaluation.protocols import load_protocol
-from elfatt_sd.evaluation.run import RunFolder
-from elfatt_sd.files import folder_lock
-
-protocol = load_protocol({str(run_dir.parent / "small.toml")!r})
-pipe = generate.load_protocol_pipeline(protocol)
-generate.load_protocol_pipeline = lambda *_: pipe
+STOPPED = """
+import os, sys
+from elfatt_sd.cli import main
+name, stop = sys.argv.pop(1), sys.argv.pop(1)
 rename = os.replace
 
-def in_a_child(target, moment=0):
-    count = 0
-    def replace(source, known):
-        nonlocal count
-        count += 1
-        if count == moment:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(source, known)
-    child = os.fork()
-    if not child:
-        os.replace = replace
-        with folder_lock(target):
-            generate.generate(RunFolder(target, protocol), show_progress=False)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
+def replace(source, known):
+    if os.path.basename(known) == name:
+        exec(stop)
+    rename(source, known)
 
-for moment in (1, 4, 10):
-    target = Path({str(tmp_path)!r}) / f"killed{{moment}}"
-    status = in_a_child(target, moment)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, status
-    assert in_a_child(target) == 0
+os.replace = replace
+main()
 """
-    subprocess.run([sys.executable, "-c", script], env=ONE_THREAD, check=True, timeout=500)
-    uninterrupted = runs.tree(run_dir / "cells")
-    for moment in (1, 4, 10):
-        assert runs.tree(tmp_path / f"killed{moment}" / "cells") == uninterrupted, moment
+KILL = "os.kill(os.getpid(), 9)"
+
+
+def test_a_run_that_is_stopped_goes_on_to_the_same_bytes(made: tuple[Path, Protocol], tmp_path: Path) -> None:
+    """By a kill, by Ctrl-C, by a full disk, where a file gets its name; finished batches are not made again."""
+    run_dir, protocol = made
+    command = ["eval", "generate", str(run_dir.parent / "small.toml"), "--out", str(tmp_path / "run"), "--quiet"]
+    finished = {0}
+    for name, stop, code, says in (
+        ("run.json", KILL, -9, ""),
+        ("00003.png", "raise KeyboardInterrupt", 130, "error: stopped; what was finished stays"),
+        ("00004.png", "raise OSError(28, 'full')", 1, "error: no space left on the disk of "),
+        ("manifest.jsonl", KILL, -9, ""),
+    ):
+        words = [sys.executable, "-c", STOPPED, name, stop, *command]
+        done = subprocess.run(words, env=ONE_THREAD, capture_output=True, text=True, timeout=500)
+        assert (done.returncode, done.stderr.count("\n")) == (code, bool(says)) and done.stderr.startswith(says)
+        finished |= {path.stat().st_mtime_ns for path in tmp_path.glob("run/cells/sd/images/00000.png")}
+    assert call(*command).exit_code == 0
+    assert finished == {0, row_of(tmp_path / "run", protocol.baseline).image_file(0).stat().st_mtime_ns}
+    assert runs.tree(tmp_path / "run" / "cells") == runs.tree(run_dir / "cells")
 
 
 def test_two_processes_go_through_all_stages(finished_run: Path, workplace: Path, tmp_path: Path) -> None:
@@ -139,29 +130,6 @@ main()
     memory = json.loads((tmp_path / "run" / "memory.json").read_text())["rows"]
     assert [row["batches"] for row in memory.values()] == [[1, 2]] * 2
     assert (tmp_path / "run" / "report" / "index.html").is_file()
-
-
-def test_a_full_disk_is_one_line_and_finished_batches_stay(
-    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_dir, protocol = made
-    real, calls = os.fsync, list[int]()
-
-    def full(handle: int) -> None:
-        calls.append(handle)
-        if len(calls) == 6:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(handle)
-
-    with monkeypatch.context() as patch, pytest.raises(ElfattFailure, match="no space left on the disk of") as error:
-        patch.setattr(os, "fsync", full)
-        make(tmp_path / "run", protocol)
-    assert "\n" not in str(error.value)
-    first = row_of(tmp_path / "run", protocol.baseline).image_file(1)
-    before = first.stat().st_mtime_ns
-    assert make(tmp_path / "run", protocol) == {}
-    assert first.stat().st_mtime_ns == before, "what was finished is not made again"
-    assert runs.tree(tmp_path / "run" / "cells") == runs.tree(run_dir / "cells")
 
 
 def test_batches_with_damaged_lists_are_made_anew(made: tuple[Path, Protocol], tmp_path: Path) -> None:
@@ -208,37 +176,6 @@ def test_a_folder_of_something_else_or_in_use_is_refused(protocol: Protocol, tmp
         pass
 
 
-def test_rows_that_fail_are_named_and_no_other_fails(
-    protocol: Protocol, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One is not finite, for another there is no memory."""
-    real, null, third = generate.make_images, *protocol.cells[1:3]
-    protocol, called = dataclasses.replace(protocol, steps=1), list[int]()
-
-    def broken(pipe: Any, protocol: Protocol, prompts: list[str], seeds: list[int]) -> torch.Tensor:
-        called.append(seeds[0])
-        images = real(pipe, protocol, prompts, seeds)
-        if seeds[0] == 3 + null.seed_offset + 2:
-            images[1] = torch.nan
-        if len(called) == 3 + 2 + 1:  # the first batch of the third row
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")
-        return images
-
-    with monkeypatch.context() as patch:
-        patch.setattr(generate, "make_images", broken)
-        failed = make(tmp_path / "run", protocol)
-    assert "image 3 is not finite" in failed.pop("null") and failed == {third.name: "out of memory at batch 2"}
-    row = row_of(tmp_path / "run", null)
-    assert "image 3" in str(row.failure) and not row.image_file(2).exists()
-    assert len(row_of(tmp_path / "run", protocol.cells[3]).made_images()) == 5
-    left = [tmp_path / "run" / place / ".x.1.part" for place in (".", "cells/sd/images", "report")]
-    for path in left:
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-    assert make(tmp_path / "run", protocol) == {} and row.failure is None
-    assert not any(path.exists() for path in left), "half-written files are removed"
-
-
 @pytest.mark.parametrize(
     ("changes", "environment", "listed", "taken", "said"),
     [
@@ -280,14 +217,11 @@ def test_only_rows_of_the_same_images_are_copied_and_each_is_told(
             assert runs.tree(row.folder) == runs.tree(row_of(there, source).folder)
 
 
-def test_latents_do_not_depend_on_batches_rows_or_dtype(protocol: Protocol) -> None:
+def test_latents_are_drawn_in_full_precision(protocol: Protocol) -> None:
     pipe = generate.load_protocol_pipeline(protocol)
-    together = start_noise(pipe, protocol, [3, 4, 5])["latents"]
-    alone = torch.cat([start_noise(pipe, protocol, [seed])["latents"] for seed in (3, 4, 5)])
-    assert torch.equal(together, alone)
-    assert together.std() == pytest.approx(1, abs=0.1)
+    drawn = start_noise(pipe, protocol, [3, 4])["latents"]
     pipe.unet.to(torch.bfloat16)
-    assert torch.equal(start_noise(pipe, protocol, [3])["latents"], together[:1].to(torch.bfloat16))
+    assert torch.equal(start_noise(pipe, protocol, [3])["latents"], drawn[:1].to(torch.bfloat16))
 
 
 def test_pixels_are_rounded_in_full_precision_and_bad_images_named() -> None:

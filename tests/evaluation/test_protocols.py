@@ -298,7 +298,6 @@ def test_spread_is_even_and_not_in_step_with_the_list() -> None:
     assert spread(values, 0) == spread(values, 5000) == values
 
 
-UNTIMED = ("time.repeats=0", "memory.batches=[]")
 TINY = ("dtype=float32", "device=cpu", "batch=2", "limit=2")
 WRITERS: dict[str, tuple[str, Callable[[Path], Path]]] = {  # of models that not every version of diffusers has
     "flux": ("FluxPipeline", tiny_transformers.write_flux),
@@ -349,7 +348,7 @@ def with_model(name: str, folder: Path, workplace: Path, *overrides: str) -> Pro
 @pytest.mark.parametrize("name", ["toy", "sdxl", "tome2023", "flux", "qwen_image", "own"])
 def test_protocols_run_to_the_end(name: str, workplace: Path, tmp_path: Path) -> None:
     """On a model of their kind, against a folder with a folder for each class, resized as they say."""
-    protocol = with_model(name, tmp_path, workplace, *UNTIMED)
+    protocol = with_model(name, tmp_path, workplace, "time.repeats=0", "memory.batches=[]")
     run = RunFolder(tmp_path / "run", protocol)
     with torch.random.fork_rng():
         assert evaluate(run, lambda line: None, show_progress=False) == {}

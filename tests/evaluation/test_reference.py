@@ -235,20 +235,17 @@ def test_processes_of_a_launch_share_the_work_and_agree(
     features = torch.cat([read_chunk(path)[0] for path in chunks])
     torch.testing.assert_close(features.double().mean(0), expected_statistics()[0], rtol=1e-6, atol=1e-7)
     told: list[Any] = []
-    answers: tuple[tuple[Callable[[Any], Any], str], ...] = (
-        (lambda own: "the cable is out" if own is None else own, "the cable is out"),
-        (
-            lambda own: "another" if isinstance(own, str) else own,
-            r"not the same in all processes \(names, sizes",
-        ),
-        (
-            lambda own: (False, "b") if isinstance(own, tuple) else own,
-            "not that of another process, b; set ELFATT",
-        ),
-    )
     monkeypatch.setattr(extraction, "among_others", lambda: True)
-    for answer, said in answers:
-        gather = lambda own, answer=answer: told.extend(own) or [*own, *map(answer, own)]  # noqa: E731
+    for kind, answer, said in (
+        (type(None), "the cable is out", "the cable is out"),
+        (str, "another", r"not the same in all processes \(names, sizes"),
+        (tuple, (False, "b"), "not that of another process, b; set ELFATT"),
+    ):
+
+        def gather(own: list[Any], kind: Any = kind, answer: Any = answer) -> list[Any]:
+            told.extend(own)
+            return [*own, *(answer if isinstance(each, kind) else each for each in own)]
+
         monkeypatch.setattr("accelerate.utils.gather_object", gather)
         with pytest.raises(ElfattError, match=said):
             build(source, tmp_path / "cache")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.checks import stopped_at
 from support.runs import CLASSES, SCORED, protocol, regions, row_of, write_run
 from torchmetrics.functional.image import structural_similarity_index_measure
 
@@ -112,19 +113,13 @@ def test_a_killed_scoring_goes_on_and_gives_the_same_scores(
     monkeypatch.setattr(extraction, "BATCH", 8)
     build_references(protocol())
     score_run(RunFolder.open(run_dir))
-    whole, told = (run_dir / "scores.json").read_bytes(), list[Any]()
+    whole, decoded = (run_dir / "scores.json").read_bytes(), itertools.count()
     score_run(RunFolder.open(run_dir))
     assert [int(each.network.calls) for each in made[1:]] == [4 * CLASSES, 0]  # type: ignore[arg-type]
     shutil.rmtree(run_dir / "scores")
     (run_dir / "scores.json").unlink()
-
-    def kill(*call: Any) -> None:
-        told.append(call)
-        if len(told) == 8:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        score_run(RunFolder.open(run_dir), progress=kill)
+    with stopped_at(extraction, "decode", lambda *_: next(decoded) == 2 * CLASSES):
+        score_run(RunFolder.open(run_dir))
     for chunk in (run_dir / "scores").glob("sd-*/chunk-00001.npz"):
         chunk.write_bytes(b"half")
     score_run(RunFolder.open(run_dir))

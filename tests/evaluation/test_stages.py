@@ -72,8 +72,10 @@ def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And what a stage wrote is made again where it is lost. What is timed and measured is that of another run."""
-    real, failing = generate.make_batch, {"null": "image 0 is black"}
-    errors = {"time": {**failing, "sd": "no such thing"}, "memory": {"sd": "out of memory"}}
+    real, black, third = generate.make_batch, "image 0 is black", full_protocol.cells[2].name
+    full = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")
+    failing = {"null": ElfattError(black), third: full}
+    errors = {"time": {"null": black, "sd": "no such thing"}, "memory": {"sd": "out of memory"}}
 
     def measure(stage: str, run: RunFolder, report: Any) -> dict[str, Any]:
         shutil.copy(finished_run / f"{stage}.json", run.folder)
@@ -81,16 +83,16 @@ def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
 
     def make(run: RunFolder, pipe: Any, row: RowFolder, *rest: Any) -> None:
         if row.name in failing:
-            raise ElfattError(failing[row.name])
+            raise failing[row.name]
         real(run, pipe, row, *rest)
 
     monkeypatch.setattr(generate, "make_batch", make)
     for stage in ("time", "memory"):
         monkeypatch.setattr(stages, f"measure_{stage}", functools.partial(measure, stage))
     failed = evaluate(tmp_path / "run", full_protocol)
-    assert failed == {"null": "image 0 is black", "sd": "out of memory"}
+    assert failed == {"null": black, third: "out of memory at batch 2", "sd": "out of memory"}
     rows = {row["cell"]: row for row in json.loads((tmp_path / "run" / "results.json").read_text())["rows"]}
-    assert (rows["null"]["failed"], rows["null"]["distances"], rows["sd"]["failed"]) == ("image 0 is black", None, None)
+    assert (rows["null"]["failed"], rows["null"]["distances"], rows["sd"]["failed"]) == (black, None, None)
     assert rows["sd"]["distances"]
     failing.clear()
     errors.clear()
@@ -205,6 +207,6 @@ def test_a_failed_row_is_named(workplace: Path, tmp_path: Path, monkeypatch: pyt
         done = call("eval", *command)
     black = "image 0 is black: an overflow (give dtype float32 or bfloat16), or a safety checker"
     assert (done.exit_code, done.stderr) == (1, f"error: row sd failed: {black}\n")
-    assert not run.rows[0].images_folder.exists() and run.rows[0] is not run.baseline
+    assert not any(row.images_folder.exists() for row in run.rows) and run.rows[0] is not run.baseline
     assert f"'sd', the baseline, has no images: {black}" in call("eval", "score", tmp_path / "run").stderr
     assert call("eval", *command).exit_code == 0 and len(run.baseline.made_images()) == 5

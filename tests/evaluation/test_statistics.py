@@ -180,38 +180,32 @@ def test_features_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
         assert getattr(pieces, part).value == pytest.approx(getattr(whole, part).value, rel=1e-9)
 
 
-@pytest.mark.parametrize(("count", "dimension"), [(12, 30), (40, 10)])
-def test_influence_is_the_derivative(count: int, dimension: int) -> None:
-    """In the weight of each picture, where n - 1 scales with the total weight."""
-    features = normal(count, dimension, 14) * spread(dimension)
-    mean, covariance = moments(0.2 + normal(300, dimension, 15) * spread(dimension))
-    slope = frechet_figures(features, Target(mean, covariance), range(count)).published.moves[0]
-    assert abs(slope.sum()) < 1e-9
-
-    def weighted(image: int, step: float) -> float:
-        weights = torch.ones(count, dtype=torch.float64)
-        weights[image] += step
-        centre = (weights[:, None] * features).sum(0) / weights.sum()
-        centred = features - centre
-        own = centred.T @ (weights[:, None] * centred) / weights.sum() * (count / (count - 1))
-        return frechet_distance(centre, own, mean, covariance)
-
-    for image in (0, count // 2, count - 1):
-        found = (weighted(image, 1e-4) - weighted(image, -1e-4)) / 2e-4
-        assert found == pytest.approx(slope[image].item(), rel=1e-3, abs=1e-5)
-
-
 @pytest.mark.parametrize(("count", "dimension"), [(24, 40), (80, 20)])
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_the_distance_without_a_class_is_exact(count: int, dimension: int, size: int) -> None:
-    """Against the distance of the images that remain; classes of 8 take an eigenproblem each where features are few."""
+def test_what_moves_a_distance(count: int, dimension: int) -> None:
+    """The derivative in the weight of a picture, n - 1 scaling with all weights; exactly, the distance without a class.
+
+    Classes of 8 take an eigenproblem each where features are few.
+    """
     features = normal(count, dimension, 14) * spread(dimension)
     target = Target(*moments(0.2 + normal(300, dimension, 15) * spread(dimension)))
-    classes = torch.arange(count) // size
-    found = frechet_figures(features, target, classes).published.moves[1]
-    rest = [features[classes != number] for number in range(len(found))]
-    expected = left_out(torch.tensor([published(each, target.mean, target.covariance) for each in rest]).double())
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    for size in (1, 3, 8):
+        classes = torch.arange(count) // size
+        slope, found = frechet_figures(features, target, classes).published.moves
+        rest = [features[classes != number] for number in range(len(found))]
+        expected = left_out(torch.tensor([published(each, target.mean, target.covariance) for each in rest]).double())
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+        assert abs(slope.sum()) < 1e-9
+
+        def weighted(number: int, step: float, classes: Tensor = classes) -> float:
+            weights = 1 + step * (classes == number).double()
+            centre = (weights[:, None] * features).sum(0) / weights.sum()
+            centred = features - centre
+            own = centred.T @ (weights[:, None] * centred) / weights.sum() * (count / (count - 1))
+            return frechet_distance(centre, own, target.mean, target.covariance)
+
+        for number in (0, len(slope) // 2, len(slope) - 1):
+            derivative = (weighted(number, 1e-4) - weighted(number, -1e-4)) / 2e-4
+            assert derivative == pytest.approx(slope[number].item(), rel=1e-3, abs=1e-5)
 
 
 def test_intervals_of_light_and_heavy_tails() -> None:

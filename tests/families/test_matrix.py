@@ -127,9 +127,8 @@ def test_plan_and_autotune(name: str) -> None:
 def a_call(net: Any, run: checks.Run) -> Callable[[Any], torch.Tensor]:
     """Return what calls a module, or its `forward`, as a pipeline calls its denoiser."""
     given: list[Any] = []
-    hook = net.register_forward_pre_hook(lambda *call: given.append(call[1:]), with_kwargs=True)
-    run(num_inference_steps=1)
-    hook.remove()
+    with net.register_forward_pre_hook(lambda *call: given.append(call[1:]), with_kwargs=True):
+        run(num_inference_steps=1)
 
     @torch.no_grad()
     def call(function: Any) -> torch.Tensor:

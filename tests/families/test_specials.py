@@ -46,10 +46,6 @@ def test_what_does_not_go_with_rotary_positions_or_text(name: str, method: Any, 
     assert not elfatt_sd.is_patched(pipe)
 
 
-def shuffled(given: dict[str, Any]) -> dict[str, Any]:
-    return {"img_ids": given["img_ids"][torch.randperm(24, generator=generator())]}
-
-
 def regional(given: dict[str, Any]) -> dict[str, Any]:
     """The masks of regional prompts."""
     tokens = given["encoder_hidden_states"].shape[1] + 24
@@ -59,7 +55,7 @@ def regional(given: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("Flux.1", shuffled, "not a grid"),
+        ("Flux.1", lambda given: {"img_ids": given["img_ids"][torch.randperm(24)]}, "not a grid"),
         ("Flux.1", regional, "a mask that is not of keys alone"),
         ("Z-Image", lambda given: {"x": [torch.rand(4, 1, 12, 8), torch.rand(4, 1, 8, 8)]}, "not a grid"),
         ("Z-Image", lambda given: several(40), "not a grid"),

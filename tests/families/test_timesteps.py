@@ -97,33 +97,20 @@ def test_a_timestep_on_no_schedule_has_the_place_of_its_noise_level() -> None:
     """As in training, or in score distillation; whatever step the scheduler has come to; in another unit, none."""
     for value in (0.3, -1.25, 1.15, 14.6, 1000, 1e9, math.nan, math.inf):
         assert of(None).locate(value) == BEYOND
-    names = (DDIM, "DPMSolverMultistepScheduler", EULER, "UniPCMultistepScheduler")
-    for name, index in itertools.product(names, (None, 3, 10)):  # none yet, that of a run broken off, the end
-        chosen = set_up(name, steps_offset=1)
-        chosen._step_index = index
-        found = locate(of(chosen), (437, torch.tensor([437, 437]), 5, 5000))
-        assert found == [place(437), place(437), place(5), BEYOND]
+    names = (DDIM, "DPMSolverMultistepScheduler", EULER, "UniPCMultistepScheduler", "IPNDMScheduler")
+    for name, index in itertools.product(names, (None, 4, 10)):  # none yet, that of a run broken off, the end
+        chosen = diffusers.IPNDMScheduler() if name.startswith("IPNDM") else scheduler(name, {"steps_offset": 1})
+        chosen.set_timesteps(10)
+        schedule, chosen._step_index = of(chosen), index
+        before = chosen.timesteps[: index or 0]
+        assert locate(schedule, before) == steps(10)[: len(before)]
+        found = locate(schedule, (437, torch.tensor([437, 437]), 437.26, torch.tensor(437.26), 5, 5000, 0.0123, -3.7))
+        assert found == [*[place(437)] * 2, *[place(437.26)] * 2, place(5), *[BEYOND] * 3]
+        assert index != 4 or schedule.locate(chosen.timesteps[4]) == Position(4, 10), "it can go on"
     chosen = flow(8)
     between = float(chosen.timesteps[2] + chosen.timesteps[3]) / 2000
     beside = of(chosen).locate(torch.tensor([between]), FRACTION)
     assert beside is not None and not beside.scheduled
-
-
-@pytest.mark.parametrize("name", ["DPMSolverMultistepScheduler", EULER, "IPNDMScheduler"])
-@pytest.mark.parametrize("value", [0.0123, -3.7, 437.26, torch.tensor(437.26), 437, 437.0])
-def test_the_counter_of_a_run_that_was_broken_off_places_nothing(name: str, value: Any) -> None:
-    """Its own timesteps come before; a value on no schedule has its place, or none."""
-    chosen: Any = scheduler(name, {}) if name != "IPNDMScheduler" else diffusers.IPNDMScheduler()
-    chosen.set_timesteps(10)
-    schedule = of(chosen)
-    for timestep in chosen.timesteps[:4]:
-        schedule.locate(timestep)
-        chosen.step(torch.zeros(1), timestep, torch.zeros(1))
-    found = schedule.locate(value)
-    assert chosen.step_index == 4
-    assert found in ((BEYOND,) if value < 1 else (place(437), Position(561, 1000, False))), "not the fifth of ten steps"
-    assert schedule.locate(chosen.timesteps[4]) == Position(4, 10), "it can go on"
-    assert schedule.run.first == 0
 
 
 class Copies:
