@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import json
 import math
@@ -36,8 +37,8 @@ from elfatt_sd.peers import PEERS, check_settings, running
 from elfatt_sd.phases import EXACT, Backend, Phase
 from elfatt_sd.plans import describe
 from elfatt_sd.runtime.call import Call
-from elfatt_sd.runtime.joint_processor import joint_processor_for
-from elfatt_sd.runtime.layer import STATE, PatchedLayer, fits, fitted
+from elfatt_sd.runtime.joint_processor import JointProcessor
+from elfatt_sd.runtime.layer import STATE, PatchedLayer, called_like, fits, fitted
 
 UNPATCHED, PEER, FLOOR, EXACT_THROUGH = "untouched", "tomesd", "floor", "exact, "
 COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  # at the end of a name
@@ -111,10 +112,12 @@ def _leave_out(layer: SelfAttention) -> None:
     """Let a layer that is as it was made give zeros."""
     processor: Any = lambda attn, hidden_states, *_, **__: torch.zeros_like(hidden_states)  # noqa: E731
     if layer.joint:
-        original = layer.processor
-        zeros = with_attention(type(original), lambda exact, query, *_, **__: torch.zeros_like(query))
-        processor = joint_processor_for(original)
-        processor.apply = lambda attn, *args, **kwargs: zeros(original, attn, *args, **kwargs)
+        original, kind = layer.processor, type(layer.processor)
+        zeros = with_attention(kind, lambda exact, query, *_, **__: torch.zeros_like(query))
+        call: Any = {"__call__": lambda _, attn, *args, **kwargs: zeros(original, attn, *args, **kwargs)}
+        processor = called_like(type("Zeros", (JointProcessor,), call), kind, inspect.signature(kind.__call__))(
+            original
+        )
     layer.attention.set_processor(processor)
 
 

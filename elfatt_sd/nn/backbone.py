@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from elfatt_sd.errors import choice
@@ -86,7 +85,7 @@ class Pyramid(nn.Module):
         super().__init__()
         choice("attention", attention, ATTENTIONS)
         sizes = [block_size] * len(depths) if isinstance(block_size, int) else [*block_size]
-        drops = iter(torch.linspace(0, drop_path, sum(depths), device="cpu").tolist())
+        drops = (drop_path * index / max(1, sum(depths) - 1) for index in range(sum(depths)))
         levels = zip(depths, (in_channels, *dims[:-1]), dims, heads, sizes, every[: len(depths)], strict=True)
         self.levels = nn.ModuleList()
         for depth, channels, dim, count, size, step in levels:
