@@ -30,7 +30,7 @@ from elfatt_sd.drawing.studio import (
     tell_cut_prompts,
     warn_if_too_large,
 )
-from elfatt_sd.families.shapes import SHAPES, dimensions_of_shape
+from elfatt_sd.families.shapes import SHAPES, Dimensions, empty_model
 
 GIB = 2**30
 PLAIN, FAST = PatchConfig.preset("sd"), PatchConfig.preset("elfatt-fast", active_fraction=1)
@@ -90,9 +90,10 @@ def test_one_side_alone_is_kept_to(tmp_path: Path, name: str, side: str, request
     expected = (own[0] + 8, own[1]) if side == "height" else (own[0], own[0] + 8)
     assert (record(result)["height"], record(result)["width"]) == expected
     for shape in (shape for shape in SHAPES.values() if hasattr(diffusers, shape.kind)):
-        dimensions_of_shape(shape).check(256, 256)
+        dimensions = Dimensions.of(empty_model(shape, few=True), shape.scale)
+        dimensions.check(256, 256)
         with pytest.raises(ElfattError, match="width=4 is not accepted; this model needs at least"):
-            dimensions_of_shape(shape).check(256, 4)
+            dimensions.check(256, 4)
 
 
 def test_steps_are_counted_as_they_were_asked_for(pipe: Any, tmp_path: Path) -> None:
