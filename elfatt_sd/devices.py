@@ -99,25 +99,9 @@ def plain_defaults() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-@functools.cache
-def has_float64(device: torch.device) -> bool:
-    try:
-        torch.zeros(1, dtype=torch.float32, device=device).double()
-    except (TypeError, RuntimeError):
-        return False
-    return True
-
-
 def memory_counters(device: torch.device) -> Any:
     module = _of(device)
     return module if device.type != "cpu" and hasattr(module, "max_memory_allocated") else None
-
-
-def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    functorch: Any = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def written(tensor: torch.Tensor) -> object:
@@ -125,7 +109,6 @@ def written(tensor: torch.Tensor) -> object:
 
     Inference tensors do not count how often they are written: theirs differs every time.
     """
-    tensor = beneath_transforms(tensor)
     if tensor.is_inference():
         return object()
     memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

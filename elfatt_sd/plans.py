@@ -105,16 +105,6 @@ class Plan:
     blueprints: tuple[tuple[str, Blueprint], ...] = ()  # of the denoisers, for `call`; see `counting`
     turns: int = 1  # denoisers of which each step calls one; a call's multiply-adds are their mean
 
-    @property
-    def height(self) -> int:
-        """Rows of the denoiser's input."""
-        return self.grid.rows
-
-    @property
-    def width(self) -> int:
-        """Columns of the denoiser's input."""
-        return self.grid.columns
-
     def counting(self, denoisers: Mapping[str, nn.Module]) -> Plan:
         known = tuple((name, Blueprint.of(denoiser)) for name, denoiser in denoisers.items())
         return dataclasses.replace(self, blueprints=known)
@@ -152,18 +142,6 @@ class Plan:
             if layer.patched and any(phase.residual_steps > 1 and not phase.exact for phase in phases):
                 sizes.append((layer.tokens, layer.channels))
         return kept_bytes(sizes, torch.float16, self.config.residuals)
-
-    def groups(self) -> list[tuple[PlannedLayer, ...]]:
-        alike: dict[PlannedLayer, list[PlannedLayer]] = {}
-        for layer in self.layers:
-            alike.setdefault(dataclasses.replace(layer, name=""), []).append(layer)
-        return [tuple(group) for group in alike.values()]
-
-    @property
-    def heading(self) -> str:
-        """The method, and how many layers it patches."""
-        patched = sum(layer.patched for layer in self.layers)
-        return f"{self.config.method}: patches {patched} of {len(self.layers)} self-attention layers"
 
     @property
     def slower(self) -> str:
@@ -213,8 +191,8 @@ class Plan:
         del data["blueprints"], data["grid"]
         data |= {
             "frames": self.grid.frames,
-            "height": self.height,
-            "width": self.width,
+            "height": self.grid.rows,
+            "width": self.grid.columns,
             "config": self.config.to_dict(),
             "layers": layers,
             "phases": list(map(dataclasses.asdict, self.phases)),
@@ -222,15 +200,18 @@ class Plan:
         return {**data, "call": dataclasses.asdict(self.call)}
 
     def __str__(self) -> str:
-        rows = []
-        for group in self.groups():
+        patched, alike = sum(layer.patched for layer in self.layers), dict[PlannedLayer, list[PlannedLayer]]()
+        rows = [f"{self.config.method}: patches {patched} of {len(self.layers)} self-attention layers"]
+        for layer in self.layers:
+            alike.setdefault(dataclasses.replace(layer, name=""), []).append(layer)
+        for group in alike.values():
             layer, number = group[0], len(group)
             text = f" and {layer.text} of text" * (layer.text > 0)
             rows.append(
                 f"{number} layer{'s' * (number > 1)} of {layer.tokens} tokens ({layer.grid}){text}, "
                 f"{layer.heads} heads, in {', '.join(places(group))}: {layer.reason}"
             )
-        return "\n  ".join([self.heading, *rows, *self.summary()])
+        return "\n  ".join([*rows, *self.summary()])
 
 
 def giga(multiply_adds: float) -> str:

@@ -15,12 +15,10 @@ from torch import Tensor
 
 from elfatt_sd.attention.ordering import inverse_permutation
 from elfatt_sd.attention.softmax import triton_takes
-from elfatt_sd.devices import memory_of
 
-# The similarity matrix is made in chunks, which stay in cache on a CPU and are small on a GPU: the fewest elements of
-# a chunk, the fewest rows that keep the matrix product fast, and the fraction of the memory of a GPU.
-_CHUNK = {"cpu": (1 << 21, 512), "gpu": (1 << 25, 128)}
-_FRACTION = 1 / 64
+# The similarity matrix is made in chunks, which stay in cache on a CPU, and are small and fill the device on a GPU: the
+# elements of a chunk, and the fewest rows that keep the matrix product fast.
+_CHUNK = {"cpu": (1 << 21, 512), "gpu": (1 << 27, 128)}
 _FOLD = 16
 BAGS = ("cpu", "cuda", "meta")  # devices that average bags of rows
 
@@ -182,19 +180,7 @@ def most_similar(metric: Tensor, sources: Tensor, destinations: Tensor) -> tuple
 def rows_at_once(batch: int, destinations: int, device: torch.device) -> int:
     """Return how many sources are compared with all destinations in one product."""
     elements, least_rows = _CHUNK["cpu" if device.type == "cpu" else "gpu"]
-    wanted: int = max(elements, _elements(device))
-    return max(least_rows, wanted // (destinations * batch))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _elements(device: torch.device) -> int:
-    # Of all its memory, not of what is free: the same call shall always compute the same.
-    return 0 if device.type in ("cpu", "meta") else int(_whole_memory(device) * _FRACTION / 2)
-
-
-@functools.cache
-def _whole_memory(device: torch.device) -> float:
-    return memory_of(device)[0]
+    return max(least_rows, elements // (destinations * batch))
 
 
 def _row_maximum(scores: Tensor) -> tuple[Tensor, Tensor]:

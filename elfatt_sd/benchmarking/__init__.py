@@ -46,7 +46,7 @@ from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.families.shapes import SHAPES as SHAPES
-from elfatt_sd.families.shapes import UNET_NAMES, call_arguments, dimensions_of_shape, empty_model
+from elfatt_sd.families.shapes import UNET_NAMES, Dimensions, call_arguments, empty_model
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, little_garbage, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax, attentions, is_own
@@ -108,7 +108,7 @@ def make_model(
     """
     shape = SHAPES.get(name)
     pipe = None if shape else load_pipeline(name, device=str(device), dtype=dtype, variant=variant)
-    dimensions = dimensions_of_shape(shape) if shape else dimensions_of(pipe)
+    dimensions = Dimensions.of(empty_model(shape, few=True), shape.scale) if shape else dimensions_of(pipe)
     for size in sizes:
         dimensions.check(*height_and_width(size))
     denoiser = fill(empty_model(shape, few=True), device, dtype) if shape else main_denoiser(pipe)

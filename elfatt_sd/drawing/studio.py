@@ -29,7 +29,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import memory_counters, memory_of
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import main_denoiser, unwrap
-from elfatt_sd.families.shapes import Dimensions, decoder_widths
+from elfatt_sd.families.shapes import Dimensions
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.loading import make_scheduler, scheduler_class
 from elfatt_sd.measure import PeakMeter, Stopwatch
@@ -269,8 +269,9 @@ def warn_if_too_large(
     tokens = (height // dimensions.multiple) * (width // dimensions.multiple)
     denoising = held * tokens * length * rows * batch * each
     vae: Any = getattr(pipe, "vae", None)
-    decoding = 0.0
-    if widths := decoder_widths(vae.config) if hasattr(vae, "decoder") else []:
+    decoding, given = 0.0, vae.config if hasattr(vae, "decoder") else {}
+    widths = given.get("block_out_channels") or given.get("decoder_block_out_channels")
+    if widths := widths or [given["base_dim"] * times for times in given.get("dim_mult") or ()]:
         tile = getattr(vae, "tile_sample_min_size", None) or getattr(vae, "tile_sample_min_height", None)
         pixels = min(height * width, tile**2 if tile and getattr(vae, "use_tiling", False) else height * width)
         decoding = _DECODER * widths[min(1, len(widths) - 1)] * pixels * batch
@@ -306,13 +307,10 @@ def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, An
 
 
 def dimensions_of(pipe: Any) -> Dimensions:
-    denoiser: Any = unwrap(main_denoiser(pipe))
-    vae: Any = getattr(pipe, "vae", None)
-    decoder = vae.config if hasattr(vae, "decoder") else None
     factor = int(getattr(pipe, "vae_scale_factor", 0) or getattr(pipe, "vae_scale_factor_spatial", 8))
     side: Any = getattr(pipe, "default_sample_size", None)
     height, width = (side * factor if isinstance(side, int) else _default(pipe, name) for name in ("height", "width"))
-    return Dimensions.of(denoiser.config, decoder, factor, (height, width) if height and width else None)
+    return Dimensions.of(unwrap(main_denoiser(pipe)), factor, (height, width) if height and width else None)
 
 
 def _default(pipe: Any, name: str) -> int | None:

@@ -207,6 +207,8 @@ class Family(ABC):
     joint = False  # whether its layers are `families.joint.JointSelfAttention`
     merges = False  # whether image tokens may be merged: their positions are added to them, and not in the attention
     text = 0  # usual number of text tokens that its layers join with those of the image
+    # frames, rows and columns of the latent to a token; None where its config says
+    patch: ClassVar[tuple[int, int, int] | None] = None
     streams: ClassVar[tuple[str, ...]] = ("hidden_states", "encoder_hidden_states")  # that its blocks return, in order
 
     def matches(self, module: object) -> bool:
@@ -230,6 +232,13 @@ class Family(ABC):
         own = getattr(getattr(module, "config", None), "sample_size", None) or 64
         rows, columns = own if isinstance(own, list | tuple) else (own, own)
         return Grid.image(int(rows), int(columns))
+
+    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
+        if self.patch is not None:
+            return self.patch
+        config: Any = module.config
+        side = config.get("patch_size", 1)
+        return tuple(side) if isinstance(side, list | tuple) else (config.get("patch_size_t") or 1, side, side)
 
     def grid(self, module: nn.Module, latent: Grid) -> Grid:
         """Return the grid of its input for a latent."""

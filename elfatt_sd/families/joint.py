@@ -59,7 +59,6 @@ class JointFamily(Family):
     # each query, or be added to the logits
     masks_text = False
     default: ClassVar[Grid | None] = Grid.image(128, 128)  # the model's usual latent; None where its config says
-    # frames, rows and columns of the latent to a token; None where its config says
     patch: ClassVar[tuple[int, int, int] | None] = (1, 2, 2)
     unit: ClassVar[int | None] = None  # of its timesteps; see `Given`
     # what a call is usually given
@@ -70,13 +69,6 @@ class JointFamily(Family):
 
     def latent(self, module: nn.Module) -> Grid:
         return self.default or super().latent(module)
-
-    def patch_of(self, module: nn.Module) -> tuple[int, int, int]:
-        if self.patch is not None:
-            return self.patch
-        config: Any = module.config
-        side = config.patch_size
-        return tuple(side) if isinstance(side, list | tuple) else (config.get("patch_size_t") or 1, side, side)
 
     def grid(self, module: nn.Module, latent: Grid) -> Grid:
         return Grid(*(size // patch for size, patch in zip(latent, self.patch_of(module), strict=True)))

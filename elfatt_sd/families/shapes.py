@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -171,26 +170,14 @@ class Dimensions:
     multiple: int  # pixels that every side is a multiple of
 
     @classmethod
-    def of(
-        cls, denoiser: Config, vae: Config | None, factor: int | None = None, own: tuple[int, int] | None = None
-    ) -> Dimensions:
-        """Read them off the configurations of a denoiser and of its decoder."""
-        widths = decoder_widths(vae or {})
-        factor = factor or (2 ** (len(widths) - 1) if widths else 8)
-        if own is None:
-            sides = "sample_height" in denoiser and (denoiser["sample_height"], denoiser["sample_width"])
-            sides = sides or denoiser["sample_size"]
-            height, width = sides if isinstance(sides, list | tuple) else (sides, sides)
-            own = height * factor, width * factor
-        if channels := denoiser.get("block_out_channels"):  # each level but the first halves the latent
-            return cls(own, factor, factor * 2 ** (len(channels) - 1), factor)
-        vae = vae or {}
-        packed = denoiser.get("in_channels", 0) / (vae.get("latent_channels") or vae.get("z_dim") or math.inf)
-        patch = denoiser.get("patch_size") or 1
-        patch = int(patch[-1] if isinstance(patch, list | tuple) else patch)
-        if packed > 1 and math.isqrt(int(packed)) ** 2 == packed:  # the pipeline cuts the patches
-            patch = math.isqrt(int(packed))
-        return cls(own, factor, factor * patch, factor * patch)
+    def of(cls, module: nn.Module, factor: int, own: tuple[int, int] | None = None) -> Dimensions:
+        """Read them off a denoiser, for a number of pixels to one of its latent."""
+        family, config = family_of(module), cast("Config", module.config)
+        latent, patch = family.latent(module), family.patch_of(module)[-1]
+        levels = len(config.get("block_out_channels") or (0,))  # each but the first halves the latent
+        rows, columns = config.get("sample_height", latent.rows), config.get("sample_width", latent.columns)
+        own = own or (rows * factor, columns * factor)
+        return cls(own, factor, factor * max(patch, 2 ** (levels - 1)), factor * patch)
 
     def size(self, height: int | None, width: int | None) -> tuple[int, int]:
         return self.own[0] if height is None else height, self.own[1] if width is None else width
@@ -211,15 +198,3 @@ class Dimensions:
         if all(side >= _SMALL * own for side, own in zip(size, self.own, strict=True)):
             return ""
         return f"the model is made for images of {self.own[0]}x{self.own[1]}; expect poor ones at {size[0]}x{size[1]}."
-
-
-def decoder_widths(vae: Config) -> list[int]:
-    widths = vae.get("block_out_channels") or vae.get("decoder_block_out_channels")
-    return list(widths or [vae["base_dim"] * times for times in vae.get("dim_mult") or ()])
-
-
-def dimensions_of_shape(shape: Shape) -> Dimensions:
-    module: Any = empty_model(shape, few=True)
-    latent = family_of(module).latent(module)
-    own = latent.rows * shape.scale, latent.columns * shape.scale
-    return Dimensions.of(module.config, {"latent_channels": shape.channels}, shape.scale, own)

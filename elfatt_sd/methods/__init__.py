@@ -67,7 +67,12 @@ def register(kind: Kind) -> Kind:
     Raises:
         ElfattError: the class has no name or one that is taken, or a field that does not fit in.
     """
-    check_declaration(kind)
+    if not (isinstance(kind, type) and issubclass(kind, Attention)):
+        raise ElfattError(f"{kind!r} cannot be registered; give a class derived from elfatt_sd.methods.Attention.")
+    if problem := next(_problems(kind), ""):
+        raise ElfattError(f"{kind.__module__}:{kind.__qualname__} cannot be registered: {problem}.")
+    with in_one_line(f"attention {kind.name!r} does not accept its defaults"):
+        kind()
     _known[kind.name] = kind
     return kind
 
@@ -87,16 +92,6 @@ def attention_named(name: object) -> type[Attention]:
             "elfatt_sd.register first."
         )
     return _known[name]
-
-
-def check_declaration(kind: type[Attention]) -> None:
-    if not (isinstance(kind, type) and issubclass(kind, Attention)):
-        raise ElfattError(f"{kind!r} cannot be registered; give a class derived from elfatt_sd.methods.Attention.")
-    where = f"{kind.__module__}:{kind.__qualname__} cannot be registered"
-    if problem := next(_problems(kind), ""):
-        raise ElfattError(f"{where}: {problem}.")
-    with in_one_line(f"attention {kind.name!r} does not accept its defaults"):
-        kind()
 
 
 def _problems(kind: type[Attention]) -> Iterator[str]:
@@ -128,9 +123,6 @@ def _problems(kind: type[Attention]) -> Iterator[str]:
 
 
 def reserve(methods: Iterable[str], fields: Iterable[str]) -> None:
-    """Keep names of methods and of settings from attentions of others, also from those that are registered already."""
+    """Keep names of methods and of settings from attentions of others."""
     _TAKEN.update(methods)
     _RESERVED.update(fields)
-    for kind in _known.values():
-        if not is_own(kind):
-            check_declaration(kind)

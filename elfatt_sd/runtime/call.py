@@ -15,7 +15,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from elfatt_sd.attention.merging import Candidates, Matching, Split, find_candidates, match_candidates
 from elfatt_sd.attention.ordering import NO_GRID
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.devices import beneath_transforms
 from elfatt_sd.families.base import Given
 from elfatt_sd.families.cuts import Taking
 from elfatt_sd.methods import Attention, Draws, Grid, Prepared, is_own
@@ -207,7 +206,7 @@ class Repeats:
 
     def remember(self, call: Call, *inputs: Any) -> None:
         """Keep a call for `recall`, as long as the memory of these inputs of it, or of a part of it, is in use."""
-        tensors = [beneath_transforms(each) for each in leaves(inputs) if isinstance(each, Tensor)]
+        tensors = [each for each in leaves(inputs) if isinstance(each, Tensor)]
         self._known[_key(inputs)] = [StorageWeakRef(each.untyped_storage()) for each in tensors], call  # type: ignore[no-untyped-call]
 
     def recall(self, *inputs: Any) -> Call | None:
@@ -233,8 +232,7 @@ def _key(inputs: Any) -> tuple[Any, ...]:
     found = list[Any]()
     for value in leaves(inputs):
         if isinstance(value, Tensor):
-            own = beneath_transforms(value)
-            found.append((own.untyped_storage().data_ptr(), int(own.storage_offset()), tuple(own.shape)))
+            found.append((value.untyped_storage().data_ptr(), int(value.storage_offset()), tuple(value.shape)))
         else:
             found.append(value if isinstance(value, int | float | str) else None)
     return tuple(found)

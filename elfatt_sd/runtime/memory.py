@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elfatt_sd.attention.merging import Split, split_grid
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.devices import beneath_transforms, memory_of
+from elfatt_sd.devices import memory_of
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.cuts import History
 from elfatt_sd.methods import Draws, Grid, Merge
@@ -246,7 +246,7 @@ class Memory:
         # both look at the values, which waits for the device
         first = next((known for known, other in self._firsts if _are_equal(other, sample)), place)
         if first == place:
-            self._firsts.append((place, beneath_transforms(sample).detach().clone()))  # it may be a buffer
+            self._firsts.append((place, sample.detach().clone()))  # it may be a buffer
         return copies_of(sample), first
 
     @property
@@ -289,7 +289,6 @@ def copies_of(sample: Tensor) -> int:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    one, other = map(beneath_transforms, (one, other))
     if one.is_meta or one.shape != other.shape or one.device != other.device:
         return False
     if one.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from elfatt_sd.devices import beneath_transforms, written
+from elfatt_sd.devices import written
 from elfatt_sd.families.base import FRACTION, RISING
 
 KEPT = 8  # runs of one thread that may go on, as of requests that a server interleaves
@@ -124,8 +124,6 @@ class Schedule:
 
     def locate(self, timestep: torch.Tensor | float, unit: int | None = None) -> Position | None:
         """Return the step and the number of steps that a denoiser's timestep is of; None where no schedule has it."""
-        if isinstance(timestep, torch.Tensor):
-            timestep = beneath_transforms(timestep)
         found = self._from_view(timestep, unit)
         if found is None and not _on_device(timestep):
             found = self._from_value(timestep, unit)

@@ -43,14 +43,13 @@ def run_dir(tmp_path: Path, made: list[Extractor]) -> Path:
     return write_run(tmp_path / "run", protocol())
 
 
-def test_changes_of_pairs(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_pairs(run_dir: Path) -> None:
     row, baseline = (Images.of_row(row_of(run_dir, SCORED[place])) for place in (2, 0))
     ours, theirs = (np.array(Image.open(each.paths[2])).astype(float) for each in (row, baseline))
     scorer = Scorer(protocol(), (), ())
     changes = scorer.values(pair_changes(torch.device("cpu")), row, baseline)
     assert changes[2, 0] == pytest.approx(10 * np.log10(255**2 / ((ours - theirs) ** 2).mean()), rel=1e-5)
     assert changes[7, 0] == pytest.approx(10 * np.log10(255**2 * ours.size), rel=1e-5), "a single value, yet a change"
-    monkeypatch.setattr(score, "has_float64", lambda device: False)
     assert torch.equal(scorer.values(pair_changes(torch.device("meta")), row, baseline), changes)
     known, twin, untouched = (scorer.measure(each) for each in (row, dataclasses.replace(row, name="twin"), baseline))
     found = scorer.score(known, untouched)["paired"]

@@ -24,7 +24,7 @@ from elfatt_sd.families import (
     is_denoiser,
     unwrap,
 )
-from elfatt_sd.families.shapes import SHAPES, Blueprint, Dimensions, Shape, dimensions_of_shape, empty_model
+from elfatt_sd.families.shapes import SHAPES, Blueprint, Dimensions, Shape, empty_model
 from elfatt_sd.methods import Grid
 
 
@@ -155,25 +155,22 @@ def test_what_is_counted_is_the_untouched_module() -> None:
 
 def test_sizes() -> None:
     """What the levels cannot halve is refused; small images are pointed out."""
-    sd15 = dimensions_of_shape(SHAPES["sd15"])
-    assert Dimensions.of(SHAPES["sd15"].config, {"block_out_channels": [128, 256, 512, 512]}) == sd15
+    sd15, clips = (Dimensions.of(empty_model(SHAPES[name], few=True), 8) for name in ("sd15", "wan-1.3b"))
     assert sd15 == Dimensions((512, 512), 8, least=64, multiple=8)
-    assert Dimensions.of({"sample_size": (4, 8), "block_out_channels": [8]}, None).own == (32, 64)
+    assert Dimensions.of(tiny.unet(sample_size=(4, 8)), 8).own == (32, 64)
     assert sd15.size(None, 768) == (512, 768)
     sd15.check(64, None)
     with pytest.raises(ElfattError, match="width=56 is not accepted; this model needs at least 64, and is"):
         sd15.check(512, 56)
     assert "made for images of 512x512; expect poor ones at 64x512" in sd15.small(64, None)
     assert sd15.small(256, 1024) == sd15.small(None, None) == ""
-    clips = Dimensions.of({"patch_size": [1, 2, 2], "sample_height": 60, "sample_width": 90}, None)
-    assert clips == Dimensions((480, 720), 8, least=16, multiple=16)
+    assert clips == Dimensions((480, 832), 8, least=16, multiple=16)
     with pytest.raises(ElfattError, match="width=1032 is not accepted; this model needs a multiple of 16"):
         clips.check(1024, 1032)
     for shape in (shape for shape in SHAPES.values() if hasattr(diffusers, shape.kind)):
-        dimensions_of_shape(shape).check(256, 256)
+        dimensions = Dimensions.of(empty_model(shape, few=True), shape.scale)
+        dimensions.check(256, 256)
         with pytest.raises(ElfattError, match="width=4 is not accepted; this model needs at least"):
-            dimensions_of_shape(shape).check(256, 4)
-    with pytest.raises(LookupError, match="sample_size"):
-        Dimensions.of({"patch_size": 2}, None)
+            dimensions.check(256, 4)
     with pytest.raises(ElfattError, match="has no NewestTransformer; pip install -U diffusers"):
         empty_model(Shape("NewestTransformer", {}, {}))
