@@ -357,12 +357,7 @@ def tune(
         found = tune_pipeline(pipe, **vars(budget), prompts=lines, progress=tell, **asked)
     print(json.dumps(found.to_dict(), indent=2) if as_json else found)  # first: a disk may be full
     if save is not None:
-        try:
-            found.save(save)
-        except (OSError, ElfattError):
-            if not as_json:  # which has them
-                print(f"\n{json.dumps(found.config.to_dict())}")
-            raise
+        found.save(save)
         if not as_json:
             print(f"\nsettings: {save}; use them with elfatt-sd generate ... --config {save}")
         if found.proof is None:
