@@ -26,22 +26,17 @@ _MOST_ENTRIES = 256  # of a container that are looked at
 _PLAIN = {int, float, str, bool, type(None), torch.Tensor, FunctionType, BuiltinFunctionType, MethodType, type}
 _TRAIN_STEPS = 1000  # of a schedule that is not known
 _SHORTEST = 3  # steps that make a tensor without a scheduler a schedule
-_LARGEST_NOISE = 100.0  # level of a scheduler that does not tell: more than models of latents are trained on
-_UNEVEN = 12  # times as wide as its neighbour a step of a schedule can be; among diffusers' schedulers it is 10
+_LARGEST_NOISE = 100.0  # level of the noise in latents: what is above is a timestep
 _CLOSE = 1e-4  # relative difference of two values that are the same
-_NOISE_LEVELS = ("sigmas", "schedule", "discrete_sigmas")  # attributes of schedulers
 
 
 class Run:
     """A run over a schedule, as far as its steps follow each other one by one."""
 
     scheduler: weakref.ref[Any] | None = None  # the one whose schedule it is; None where no scheduler has it
-    unit: int | None = None  # which of `_other_units` its pipeline hands over; None for timesteps
     steps = 0  # of its schedule
     calls = calls_before = 0  # of its latest step, and of the step before
     copy: tuple[torch.Tensor, tuple[int, ...]] | None = None  # latest timestep on a device, and its place in memory
-    former: Run | None = None  # a run over the same schedule that this one has broken into, and that may go on
-    strange: object = None  # a schedule on which a value of this thread was in no unit that is known
     limit: float | None = None  # GiB that kept differences may take, where the user gives none; None until one is
 
     def __init__(self, schedule: Any = None, first: int = -1) -> None:
@@ -88,7 +83,6 @@ class _Found(NamedTuple):
     position: Position  # of the call
     schedule: torch.Tensor | None = None  # a tensor in the storage of the schedule
     scheduler: Any = None  # whose schedule it is; None where no scheduler has it
-    unit: int | None = None  # which of `_other_units` it is in; None for timesteps
     copy: torch.Tensor | None = None  # the timestep, where the scheduler's counter told its step
 
 
@@ -138,9 +132,6 @@ class Schedule:
         for held in itertools.chain(schedulers_of_callers(), [[self._find_scheduler()]]):
             yield [(scheduler, steps) for scheduler in held if (steps := _timesteps(scheduler)) is not None]
 
-    def _caller(self) -> Any:
-        return next((scheduler for group in self._known() for scheduler, _ in group), None)
-
     def _from_view(self, timestep: torch.Tensor | float, unit: int | None) -> _Found | None:
         """Read the index off the storage that a timestep is a view of."""
         if not isinstance(timestep, torch.Tensor) or (timestep.numel() > 1 and any(timestep.stride())):
@@ -153,7 +144,7 @@ class Schedule:
         own = _timesteps(scheduler)
         if own is None or address(own) != address(timestep):
             if run.goes_on(timestep, step):  # nothing is read any more
-                return _Found(Position(step, run.steps), timestep, unit=run.unit)
+                return _Found(Position(step, run.steps), timestep)
             groups = itertools.islice(self._known(), 1 if length < 2 else None)  # it may well be no view
             known = (pair for group in groups for pair in group)
             scheduler, own = next((pair for pair in known if address(pair[1]) == address(timestep)), (None, None))
@@ -162,12 +153,12 @@ class Schedule:
             if between or not 0 <= step < len(own):
                 return None
             if run.goes_on(own, step):
-                return _Found(Position(step, len(own)), own, scheduler, run.unit)
+                return _Found(Position(step, len(own)), own, scheduler)
             return _Found(_position(step, self._on_host(own)), own, scheduler)
         if length >= _SHORTEST and not timestep.is_meta:
             values = self._on_host(timestep.new_empty(0).set_(timestep.untyped_storage()))
             falling = [1 - value for value in values] if unit == RISING else values
-            length = _schedule_length(falling, self._caller())
+            length = _schedule_length(falling)
         return _Found(Position(step, length), timestep) if length >= _SHORTEST and step < length else None
 
     def _on_host(self, timesteps: torch.Tensor) -> list[float]:
@@ -195,50 +186,37 @@ class Schedule:
         if best is not None:
             return best
         # its place among all timesteps that a model was trained on, from the noisiest one
-        caller = self._caller()
-        steps = _train_steps(caller)
+        steps = _train_steps(next((scheduler for group in self._known() for scheduler, _ in group), None))
         if unit is not None:  # a fraction of the run
             value = steps * (value if unit == FRACTION else 1 - value)
-        known = unit is not None or isinstance(value, int) or value > _largest_noise(caller)
+        known = unit is not None or isinstance(value, int) or value > _LARGEST_NOISE
         if not known or not 0 <= value < steps + (unit is not None):
-            self.run.strange = _timesteps(caller)
             return _Found(BEYOND)
         return _Found(Position(int(steps - 1 - value) if value < steps - 1 else 0, steps, scheduled=False))
 
     def _on_schedule(
-        self,
-        value: float,
-        rounding: float,
-        scheduler: Any,
-        timesteps: torch.Tensor,
-        unit: int | None,
+        self, value: float, rounding: float, scheduler: Any, timesteps: torch.Tensor, unit: int | None
     ) -> _Found | None:
-        """Look a value up in all units, first in that of the run first; an `int` is a timestep."""
         known, run = self._on_host(timesteps), self._run_over(timesteps)
-        own = run.unit if run.is_over(timesteps) else None
-        others = () if isinstance(value, int) else enumerate(_other_units(scheduler, known))
-        strange = run.strange is timesteps and own is None  # what now is in one of those, is so by chance
-        levels: dict[int | None, Sequence[float]] = {None: known, **(dict(others) if not strange else {})}
+        levels, whole = known, _train_steps(scheduler) if max(known) > 2 else 1
         if unit is not None:
-            levels = {unit: list(_other_units(scheduler, known))[unit]}
-        whole, close = isinstance(value, int) and value > 1, max(_CLOSE, rounding)  # or a level without its fraction
-        for one in sorted(levels, key=lambda one: one != own):
-            steps = [
-                step
-                for step, level in enumerate(levels[one])
-                if math.isclose(level, value, rel_tol=close, abs_tol=_CLOSE / 10) or (whole and int(level) == value)
-            ]
-            if not steps:
-                continue
-            counted = _counted(scheduler, timesteps) if rounding and len(steps) > 1 else None
-            if counted in steps:
-                step = counted
-            elif run.is_over(timesteps) and run.step in steps and run.calls < run.calls_before:
-                step = run.step
-            else:
-                step = next((step for step in steps if run.is_over(timesteps) and step > run.step), steps[0])
-            return _Found(_position(step, known, _is_set(scheduler, timesteps)), timesteps, scheduler, one)
-        return None
+            levels = [level / whole if unit == FRACTION else 1 - level / whole for level in known]
+        cut, close = isinstance(value, int) and value > 1, max(_CLOSE, rounding)  # a level without its fraction
+        steps = [
+            step
+            for step, level in enumerate(levels)
+            if math.isclose(level, value, rel_tol=close, abs_tol=_CLOSE / 10) or (cut and int(level) == value)
+        ]
+        if not steps:
+            return None
+        counted = _counted(scheduler, timesteps) if rounding and len(steps) > 1 else None
+        if counted in steps:
+            step = counted
+        elif run.is_over(timesteps) and run.step in steps and run.calls < run.calls_before:
+            step = run.step
+        else:
+            step = next((step for step in steps if run.is_over(timesteps) and step > run.step), steps[0])
+        return _Found(_position(step, known, _is_set(scheduler, timesteps)), timesteps, scheduler)
 
     def _agreement(self, found: _Found) -> int:
         """Tell how well a step agrees with what its scheduler has come to: 3 by its count, 2 by its run, 1 not."""
@@ -257,7 +235,7 @@ class Schedule:
             if run is not None and run.copy is not None and run.is_over(on[0][1]):
                 (scheduler, timesteps), counted = on[0], _counted(*on[0])
                 if counted == run.step + (run.copy[1] != _place_in_memory(timestep)):
-                    return _Found(Position(counted, len(timesteps)), timesteps, scheduler, run.unit, timestep)
+                    return _Found(Position(counted, len(timesteps)), timesteps, scheduler, timestep)
             if on:
                 break
         if all(_counted(*pair) is None for group in self._known() for pair in group):
@@ -277,29 +255,22 @@ class Schedule:
             run = self._next_run(schedule, step)
         others = [other for other in self._mine if other.may_go_on and not other.is_over(schedule)]
         self._mine[:] = [*others[1 - KEPT :], run]
-        if step != run.step:  # a run that goes on by itself forgets the one that it has broken into
-            run.former = None
+        if step != run.step:
             run.calls_before, run.calls = run.calls, 0
-        run.step, run.steps, run.unit = step, steps, found.unit
+        run.step, run.steps = step, steps
         run.calls += 1
         run.copy = None if found.copy is None else (found.copy, _place_in_memory(found.copy))
         run.scheduler = None if found.scheduler is None else weakref.ref(found.scheduler)
 
     def _next_run(self, schedule: Any, step: int) -> Run:
-        """Return the run that goes on with a step: of another thread, the one that was broken into, or a new one."""
+        """Return the run that goes on with a step: of another thread, or a new one."""
         with self._lock:  # an executor hands steps to any of its threads
             for runs in self._runs.values():
                 run = next((run for run in runs if run.is_over(schedule) and run.step + 1 == step), None)
                 if run is not None:
                     runs[:] = [other for other in runs if other is not run] or [Run()]
                     return run
-        before, run = self._run_over(schedule), Run(schedule, step)
-        if before.is_over(schedule):
-            if before.former is not None and before.former.step + 1 == step:
-                return before.former
-            run.former = before if before.step < before.steps - 1 else None  # it is not at its end
-            before.former = None
-        return run
+        return Run(schedule, step)
 
 
 def _position(step: int, timesteps: Sequence[float], live: bool = True) -> Position:
@@ -385,53 +356,14 @@ def _train_steps(scheduler: Any) -> int:
     return int(getattr(getattr(scheduler, "config", None), "num_train_timesteps", None) or _TRAIN_STEPS)
 
 
-def _largest_noise(scheduler: Any) -> float:
-    levels = [level for sigmas in _noise_levels(scheduler) for level in sigmas]
-    signal = getattr(scheduler, "alphas_cumprod", None)
-    if not levels and isinstance(signal, torch.Tensor):
-        least = float(signal.min())
-        return math.sqrt((1 - least) / least) if least > 0 else math.inf
-    return max(levels, default=_LARGEST_NOISE)
+def _schedule_length(values: Sequence[float]) -> int:
+    """Return the steps of a tensor that is not a scheduler's; 0 if it does not fall from the top of the noise.
 
-
-def _other_units(scheduler: Any, timesteps: Sequence[float]) -> Iterator[Sequence[float]]:
-    """Yield what some pipelines hand to their models in place of timesteps, each as a sequence over the steps."""
-    whole = _train_steps(scheduler) if max(timesteps) > 2 else 1
-    yield [step / whole for step in timesteps]  # FRACTION
-    yield [1 - step / whole for step in timesteps]  # RISING
-    for sigmas in _noise_levels(scheduler):
-        if len(sigmas) >= len(timesteps):
-            falling = sorted(sigmas, reverse=True)[: len(timesteps)]
-            logarithms = [math.log(sigma) if sigma > 0 else -math.inf for sigma in falling]
-            yield falling
-            yield [sigma / 2 for sigma in falling]  # KarrasVePipeline
-            yield [logarithm / 4 for logarithm in logarithms]  # EDM, and the latent upscaler
-            yield logarithms
-
-
-def _noise_levels(scheduler: Any) -> Iterator[list[float]]:
-    for name in _NOISE_LEVELS:
-        sigmas = getattr(scheduler, name, None)
-        if isinstance(sigmas, torch.Tensor) and sigmas.ndim == 1:
-            yield sigmas.tolist()
-
-
-def _schedule_length(values: Sequence[float], scheduler: Any) -> int:
-    """Return the steps of a tensor that is not a scheduler's; 0 if it cannot be a schedule.
-
-    A schedule falls, begins at the top of the noise as nearly as its own steps are wide, and goes down evenly: no step
-    is many times as wide as its neighbour. Timesteps drawn for training do not, unless they happen to be as even. A
-    zero at the end of noise levels or of fractions is where the last step leads, and no step.
+    A zero at the end of fractions is where the last step leads, and no step.
     """
-    whole = _train_steps(scheduler)
-    for top in (whole, 1.0, _largest_noise(scheduler)):
-        steps = len(values) if top is whole else len(values) - list(values).count(0)
-        levels, slack = list(dict.fromkeys(values[:steps])), top / _TRAIN_STEPS
-        lowest = (len(levels) - 1) * (_TRAIN_STEPS // max(len(levels), 1)) - 1
-        if len(levels) < 2 or not lowest * slack <= levels[0] <= top + slack:
-            continue
-        falls = all(before - after > -slack for before, after in itertools.pairwise(values))  # but for rounding
-        widths = [max(before - after, 0) + slack for before, after in itertools.pairwise(levels)]
-        even = all(1 / _UNEVEN < one / other < _UNEVEN for one, other in itertools.pairwise(widths))
-        return steps if falls and even else 0
-    return 0
+    top = 1.0 if values[0] < _SHORTEST else float(_TRAIN_STEPS)
+    steps, slack = len(values) - (list(values).count(0) if top == 1 else 0), top / _TRAIN_STEPS  # for rounding
+    lowest = (steps - 1) * (_TRAIN_STEPS // max(steps, 1)) - 1
+    begins = lowest * slack <= values[0] <= top + slack
+    falls = all(before - after > -slack for before, after in itertools.pairwise(values))
+    return steps if begins and falls and values[-1] < values[0] else 0
