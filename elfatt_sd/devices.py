@@ -242,7 +242,8 @@ class Bystanders:
             busy, own = psutil.cpu_percent(), self._own.cpu_percent()  # since the last time; of all, and of one
         except OSError:
             return None
-        return max(0.0, busy - own / (psutil.cpu_count() or 1)) / 100
+        share: float = max(0.0, busy - own / (psutil.cpu_count() or 1)) / 100
+        return share
 
 
 def commit_of(folder: Path) -> str | None:
