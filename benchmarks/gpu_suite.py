@@ -241,9 +241,12 @@ class Suite:
             if measured.get("rows"):
                 measured["machine"]["code_sha256"] = code_hash()
                 self.results["parts"][name] = measured
-                print(markdown(measured), flush=True)
             self.results["seconds"][name] = time.monotonic() - begun
             self.write()
+            try:  # rows that cannot be shown are in the file, and the next part goes on
+                print(markdown(measured) if measured.get("rows") else "", flush=True)
+            except Exception:
+                traceback.print_exc(limit=-4, file=sys.stdout)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -279,7 +279,7 @@ def _cells(
         for part in (row, *parts):
             name = row["method"] if part is row else f"{indent}{part['steps']} steps: {part['what']}"
             exact = part is not row and plain_name(part["variant"]) == UNPATCHED
-            floor = None if exact else part["floor"]
+            floor = None if exact else part.get("floor")
             line = [*(str(row.get(key, "")) for key in keys), name, clock(part["seconds"])]
             line += [spread(part["speed"].get(base)) for base in bases]
             line += [scaled(floor["median"], 1, 2) if brief and floor else spread(floor, 3)]
