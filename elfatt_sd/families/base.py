@@ -81,8 +81,7 @@ class PlainProjections:
             return "it was given an attention mask"
         shape = hidden_states.shape
         tokens = shape[2] * shape[3] if hidden_states.ndim == 4 else shape[1]
-        wanted = f"{grid.rows}x{grid.columns}"
-        return "" if tokens == grid.tokens else f"it was given {tokens} tokens in place of {wanted}"
+        return "" if tokens == grid.tokens else f"it was given {tokens} tokens in place of {grid.rows}x{grid.columns}"
 
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; k and v of the tokens at the places `keys` alone."""
