@@ -36,7 +36,7 @@ TITLE_LINES = 2  # of a long prompt; its whole text is in the file's settings
 def side_by_side(
     pictures: Sequence[Image.Image], captions: Sequence[tuple[str, str]], title: str = "", columns: int | None = None
 ) -> Image.Image:
-    """Put images in rows, each above its caption, pixel for pixel; what is too long for its place ends there."""
+    """Put images in rows, each above its caption, pixel for pixel; what is too long for its place is shortened."""
     size = max(13, min(picture.width for picture in pictures) // 19)
     font, small = ImageFont.load_default(size * 1.1), ImageFont.load_default(size * 0.95)
     columns = min(columns or len(pictures), len(pictures))
@@ -52,11 +52,19 @@ def side_by_side(
     for number, (picture, (name, details)) in enumerate(zip(pictures, captions, strict=True)):
         own, below = Image.new("RGB", cell, PAPER), picture.height + MARGIN // 2
         own.paste(picture.convert("RGB"))
-        ImageDraw.Draw(own).text((0, below), name, INK, font)
-        ImageDraw.Draw(own).text((0, below + round(size * 1.55)), details, FAINT, small)
+        ImageDraw.Draw(own).text((0, below), _fitted(name, font, width), INK, font)
+        ImageDraw.Draw(own).text((0, below + round(size * 1.55)), _fitted(details, small, width), FAINT, small)
         row, column = divmod(number, columns)
         sheet.paste(own, (MARGIN + column * (width + MARGIN), top + row * (cell[1] + MARGIN)))
     return sheet
+
+
+def _fitted(text: str, font: Any, width: int) -> str:
+    """Shorten a line to its place, with a sign that it goes on."""
+    kept = text
+    while kept and font.getlength(kept if kept == text else f"{kept}…") > width:
+        kept = kept[:-1]
+    return kept if kept == text else f"{kept}…"
 
 
 def psnr(first: Image.Image, second: Image.Image) -> float:
