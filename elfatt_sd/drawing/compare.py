@@ -41,7 +41,7 @@ def side_by_side(
     font, small = ImageFont.load_default(size * 1.1), ImageFont.load_default(size * 0.95)
     columns = min(columns or len(pictures), len(pictures))
     width, height = (max(side) for side in zip(*(picture.size for picture in pictures), strict=True))
-    sheet_width, cell = columns * (width + MARGIN) + MARGIN, (width, height + round(size * 3.0))
+    sheet_width, cell = columns * (width + MARGIN) + MARGIN, (width, height + MARGIN // 2 + round(size * 3.0))
     letters = round((sheet_width - 2 * MARGIN) / font.getlength("n"))
     lines = textwrap.wrap(title, letters, max_lines=TITLE_LINES, placeholder=" …")
     top = MARGIN + (len(lines) * round(size * 1.5) + MARGIN // 2 if lines else 0)
