@@ -14,7 +14,7 @@ OLDEST := families compatibility gpu methods toy runtime attention/test_softmax.
 APART := tests/drawing/test_demo.py tests/compatibility/test_features.py
 OLDEST_TESTS ?= $(addprefix tests/,$(OLDEST))
 
-.PHONY: help demo test test-oldest test-apart lint size format docs kernels notebooks quickstart clean
+.PHONY: help demo test test-oldest test-apart lint size format docs kernels notebooks notebook-outputs clean
 
 help:
 	@echo "make demo         some prompts with both toys: untouched, the fastest method, the closest one"
@@ -26,7 +26,7 @@ help:
 	@echo "make docs         build the site into outputs/site, with all links checked"
 	@echo "make kernels      compile the Triton kernels for cards that need not be here; fails if one spills"
 	@echo "make notebooks    execute the notebooks into outputs/notebooks"
-	@echo "make quickstart   execute the first notebook in place: it is committed with its images"
+	@echo "make notebook-outputs  the same in place, on an idle machine: they are committed with what they print and draw"
 
 demo: .venv/.installed
 	.venv/bin/elfatt-sd try --model toy --model toy-dit --prompt "a red star on a striped blue background" \
@@ -68,10 +68,10 @@ notebooks: .venv/.installed-dev
 	$(NBCONVERT) --output-dir outputs/notebooks notebooks/*.ipynb
 
 # Images as JPEG alone, without times of day: small, and equal images stay equal bytes.
-quickstart: .venv/.installed-dev
+notebook-outputs: .venv/.installed-dev
 	$(NBCONVERT) --inplace --ExecutePreprocessor.record_timing=False \
 	  --ExecutePreprocessor.extra_arguments=--DisplayFormatter.active_types=image/jpeg \
-	  notebooks/1-quickstart.ipynb
+	  notebooks/*.ipynb
 
 clean:
 	rm -rf .venv .venv-oldest .venv-apart build dist .mypy_cache .ruff_cache .pytest_cache
