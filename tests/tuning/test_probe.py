@@ -14,16 +14,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families.test_matrix import made
 from support import checks, tiny_transformers
 from support import tiny_pipelines as tiny
 from syrupy.assertion import SnapshotAssertion
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
-from elfatt_sd import methods
+import elfatt_sd
+from elfatt_sd import measure, methods
 from elfatt_sd.config import LayerPhases, PatchConfig
-from elfatt_sd.families import find_layers, main_denoiser
+from elfatt_sd.families import family_of, find_layers, main_denoiser
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import DENSE, Phase, StepReuse
+from elfatt_sd.tuning import EARLIER, Search
 from elfatt_sd.tuning import probe as probing
 from elfatt_sd.tuning.model import Predictor
 from elfatt_sd.tuning.probe import (
@@ -389,6 +393,26 @@ def test_a_stretch_takes_over_where_that_is_the_best_of_its_ways() -> None:
     assert config.reuse == (dataclasses.replace(quick, first=len(STRETCHES[0])),)
     both = model.config([{}, {}], {0: quick, 1: dataclasses.replace(quick, last=1)})
     assert both.reuse == (dataclasses.replace(quick, last=1),), "equal stretches are one"
+
+
+@pytest.mark.parametrize("name", ["Stable Diffusion 1.5", "Wan"])  # which is called twice a step
+def test_what_reuse_saves_is_the_work_that_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts work, of which an untouched run has as much more."""
+    (pipe, run), begun, counted = made(name), list[int](), FlopCounterMode(display=False)
+    [cut, *_] = family_of(main_denoiser(pipe)).cuts(main_denoiser(pipe))
+    config = PatchConfig("late", reuse=(StepReuse(cut=cut, first=5, last=1),))
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=counted.get_total_flops))
+
+    def work(begin: int, _: Any, config: Any) -> float:
+        begun.append(begin)
+        with counted, elfatt_sd.patched(pipe, config):
+            run(num_inference_steps=12)
+        return counted.get_total_flops()
+
+    runs = SimpleNamespace(pipe=pipe, device=torch.device("cpu"), deviation=work)
+    saved, drawn = Search._draw_reused(SimpleNamespace(runs=runs, calls=12), None, config)
+    assert saved == work(0, None, "sd") - drawn > 0
+    assert begun[0] == 5 - EARLIER, "whole steps leave what is taken over"
 
 
 def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
