@@ -30,17 +30,7 @@ from elfatt_sd.phases import DENSE, Phase, StepReuse
 from elfatt_sd.tuning import EARLIER, Search
 from elfatt_sd.tuning import probe as probing
 from elfatt_sd.tuning.model import Predictor
-from elfatt_sd.tuning.probe import (
-    REUSED,
-    SINCE,
-    Candidate,
-    LayerFigures,
-    Probe,
-    Stretch,
-    candidates,
-    rows_of,
-    stretches_of,
-)  # fmt: skip
+from elfatt_sd.tuning.probe import REUSED, SINCE, Candidate, LayerFigures, Probe, Stretch, rows_of, stretches_of
 from elfatt_sd.tuning.runs import DrawSettings, Runs, Sample
 
 BASES = [Phase(1.0, "sampled", keys=keys) for keys in (32, 128)]
@@ -157,9 +147,7 @@ def test_what_fails_in_a_dtype_is_measured_in_another(folder: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("guided", "dtype"), [(False, "bfloat16"), (True, None)])
-def test_errors_are_those_of_the_layer_itself(
-    pipe: Any, guided: bool, dtype: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_the_layers_own(pipe: Any, guided: bool, dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer's errors, alone and by step since a difference was measured, are those of a run with them."""
     monkeypatch.setattr(Probe, "_faster_dtype", lambda *_: dtype)
     runs, sample = Runs(pipe, DrawSettings(8, 3.0, 32, 32)), Sample("a cat", 0)
@@ -416,10 +404,7 @@ def test_what_reuse_saves_is_the_work_that_is_left_out(name: str, monkeypatch: p
 
 
 def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
-    """Seconds and errors by layer; a step of a group measures, perhaps half of the rows, perhaps in a narrower dtype.
-
-    Of which the rounding stays in all steps of the group.
-    """
+    """Seconds and errors by layer; a step of a group measures, perhaps half of the rows, in a narrower dtype."""
     wide, narrow = figures(), figures()
     dtype = {"attention_dtype": "bfloat16"}
     narrow.bases = [*(dataclasses.replace(phase, **dtype) for phase in BASES), DENSE["bfloat16"]]
@@ -430,7 +415,7 @@ def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
         wide.errors[0, number, since, True] = [0.008 / (1 + number) * (1 + since)]
     model, said = Predictor({"wide": wide, "narrow": narrow}, STRETCHES), []
     for name, own in (("wide", wide), ("narrow", narrow)):
-        for each in candidates(own.bases, 4, guided=own.copies > 1):
+        for each in probing.candidates(own.bases, 4, guided=own.copies > 1):
             phase = each.phase
             words = [phase.attention.name, getattr(phase.attention, "keys", ""), phase.residual_steps]
             figure = f"{model.seconds(name, 0, each):.4g} s, {model.error(name, 0, each):.4g}"
@@ -440,4 +425,4 @@ def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
     assert told.scale[0] == pytest.approx(1000 * told.scale[1])
     uneven = learnt((1000.0, 1.0), (1.0, 1000.0))
     assert uneven.scale[0] == pytest.approx(uneven.scale[1])
-    assert {each.phase.residual_steps for each in candidates(BASES, 8, share=False)} == {1}, "which needs memory"
+    assert {each.phase.residual_steps for each in probing.candidates(BASES, 8, share=False)} == {1}, "it needs memory"
