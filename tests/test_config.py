@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 
-from elfatt_sd.config import (
-    EXACT,
-    METHODS,
-    PRESETS,
-    LayerPhases,
-    PatchConfig,
-    Phase,
-    Settings,
-    known_method,
-)
+from elfatt_sd.config import EXACT, METHODS, PRESETS, LayerPhases, PatchConfig, Phase, Settings, known_method
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Merge, attentions, is_own
 from elfatt_sd.phases import DENSE, Narrower, setting_names

@@ -11,16 +11,7 @@ import pytest
 import torch
 
 from elfatt_sd import devices
-from elfatt_sd.devices import (
-    Bystanders,
-    commit_of,
-    cpu_name,
-    describe_machine,
-    device_name,
-    memory_of,
-    proc_value,
-    synchronize,
-)
+from elfatt_sd.devices import commit_of, cpu_name, describe_machine, device_name, memory_of, proc_value, synchronize
 
 CPU = torch.device("cpu")
 
@@ -62,10 +53,7 @@ PAGES = (1 << 26) // 4096  # of one such tensor
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_the_next_tensor_takes_the_pages_of_the_last_once_the_command_runs() -> None:
-    """Four tensors of 64 MiB, one after the other, after 16 by which the heap has grown to what it takes.
-
-    An import keeps nothing.
-    """
+    """Four tensors of 64 MiB, after 16 by which the heap has grown to what it takes; an import keeps nothing."""
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
     given_back, kept = map(int, done.stdout.split())
     assert kept < PAGES / 8
@@ -73,10 +61,7 @@ def test_the_next_tensor_takes_the_pages_of_the_last_once_the_command_runs() -> 
 
 
 def test_what_is_asked_of_the_device_is_asked_of_the_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of the current one, and by its own number: `CUDA_VISIBLE_DEVICES` gives another card the index 0.
-
-    Of the two processors: 30 % busy, this process with 40 % of one. Others had a tenth.
-    """
+    """By its own number, as `CUDA_VISIBLE_DEVICES` gives another card the index 0; and what others took of the CPU."""
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     for device in (CPU, torch.device("cuda:1")):
@@ -86,7 +71,7 @@ def test_what_is_asked_of_the_device_is_asked_of_the_one_in_use(monkeypatch: pyt
     monkeypatch.setattr(devices.psutil, "cpu_percent", lambda: next(readings))
     monkeypatch.setattr(devices.psutil, "cpu_count", lambda: 2)
     monkeypatch.setattr(devices.psutil.Process, "cpu_percent", lambda _: 40.0)
-    assert Bystanders().share() == pytest.approx(0.1)
+    assert devices.Bystanders().share() == pytest.approx(0.1)
 
 
 def test_the_commit_is_that_of_tracked_files(tmp_path: Path) -> None:

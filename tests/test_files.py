@@ -9,22 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from elfatt_sd.files import (
-    atomic_file,
-    cache_folder,
-    check_writable,
-    read_json,
-    sha256_of_code,
-    sha256_of_data,
-    sha256_of_file,
-    write_json,
-)
+from elfatt_sd import files
+from elfatt_sd.files import cache_folder, read_json, sha256_of_code, sha256_of_data, sha256_of_file, write_json
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.json"
     write_json(path, {"a": 1})
-    with pytest.raises(KeyboardInterrupt), atomic_file(path) as file:
+    with pytest.raises(KeyboardInterrupt), files.atomic_file(path) as file:
         file.write(b"half")
         raise KeyboardInterrupt
     with pytest.raises(ValueError, match="JSON compliant"):
@@ -34,17 +26,14 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_how_json_is_written(tmp_path: Path) -> None:
-    """Numbers share a line, so that a study with hundreds of pictures a row is still read row by row.
-
-    Half a surrogate pair, of a file's name that is not UTF-8, is an escape, which strict readers take. What cannot be
-    written is named itself, not by the temporary file that was to become it.
-    """
+    """Numbers share a line, so that a study with hundreds of pictures a row is still read row by row."""
+    # half a surrogate pair, of a file's name that is not UTF-8, is an escape, which strict readers take
     write_json(tmp_path / "a.json", {"unreadable": ["\udcff\\.png \U0001f600"]})
     assert read_json(tmp_path / "a.json", "") == {"unreadable": ["\\udcff\\.png \U0001f600"]}
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError) as raised:
         write_json(tmp_path / "folder", {})
-    assert raised.value.filename == str(tmp_path / "folder")
+    assert raised.value.filename == str(tmp_path / "folder"), "not the temporary file"
     data = {"psnr": [31.5, None, -1e-07], "rows": [[1, 2], ["[\n 3\n ]", "a, b"], [], {"deep": [[True]]}]}
     write_json(tmp_path / "a.json", data)
     text = (tmp_path / "a.json").read_text()
@@ -55,7 +44,7 @@ def test_how_json_is_written(tmp_path: Path) -> None:
 def test_checking_a_folder_leaves_nothing_even_of_several_processes_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(check_writable, [folder, tmp_path] * 50))
+        list(pool.map(files.check_writable, [folder, tmp_path] * 50))
     assert not [*tmp_path.iterdir()]
 
 

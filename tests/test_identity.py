@@ -18,17 +18,12 @@ import pytest
 import torch
 
 import elfatt_sd
-from elfatt_sd import PatchConfig, Phase
+from elfatt_sd import METHODS, PatchConfig, Phase
 
 GOLDEN = Path(__file__).with_name("identity.json")
 PROMPTS = ["a red star on a striped blue background", "a green circle"]
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "sd": ("sd", {}),
-    "tome": ("tome", {}),
-    "agent": ("agent", {}),
-    "elfatt": ("elfatt", {}),
-    "elfatt-fast": ("elfatt-fast", {}),
-    "elfatt-quality": ("elfatt-quality", {}),
+    **{method: (method, {}) for method in METHODS},
     "tome, ratio 0.3": ("tome", {"ratio": 0.3}),
     "tome, fixed destinations": ("tome", {"use_rand": False}),
     "tome, seed 7": ("tome", {"seed": 7}),

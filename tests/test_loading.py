@@ -187,13 +187,8 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_hub")
-def test_a_single_file_draws_what_its_directory_draws(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a configuration that is given, or lies beside it; one of another kind that lies there is not taken.
-
-    The file has diffusers' names of weights; how diffusers translates the original ones is its own matter.
-    """
+def test_a_single_file_draws_as_its_directory(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration is given, or lies beside the file, which has diffusers' names of weights here."""
     same_names = lambda checkpoint, **_: {name.removeprefix(UNET): weight for name, weight in checkpoint.items()}  # noqa: E731
     monkeypatch.setitem(SINGLE_FILE_LOADABLE_CLASSES["UNet2DConditionModel"], "checkpoint_mapping_fn", same_names)
     original = load_pipeline(saved, device="cpu")

@@ -42,11 +42,7 @@ def match(*given: Any, **options: Any) -> Matching:
 @pytest.mark.parametrize(("height", "width"), GRIDS)
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_tomesd_merges(height: int, width: int, device: str) -> None:
-    """In float64 no two similarities nearly tie, so every token gets what tomesd gives it, with the same draws.
-
-    First are the sources that stay, by falling similarity, then the destinations. tomesd sorts the destinations with an
-    unstable sort, whose order on a CPU is arbitrary; they are compared as a set.
-    """
+    """In float64 no two similarities nearly tie, so every token gets what tomesd gives it, with the same draws."""
     x = tokens(height, width).double().to(device)
     for ratio, stride, random in itertools.product((0.1, 0.5, 0.75), (2, 4), (False, True)[: 2 - (device != "cpu")]):
         cells = (height // stride) * (width // stride)
@@ -62,6 +58,7 @@ def test_what_tomesd_merges(height: int, width: int, device: str) -> None:
             ours = match(given, height, width, ratio, stride, choice if random else None)
             own, staying = ours.merge(given), ours.positions.shape[1] - cells
             assert own.shape == merged.shape
+            # sources that stay, by falling similarity; then destinations, which tomesd puts in any order on a CPU
             torch.testing.assert_close(own[:, :staying], merged[:, :staying], atol=1e-12, rtol=0, msg="their order")
             torch.testing.assert_close(ours.unmerge(own), unmerge(merged), atol=1e-12, rtol=0)
             cell, (down, right) = torch.arange(cells), (choice // stride, choice % stride)
@@ -85,9 +82,7 @@ def test_what_is_sorted_and_how_large_it_gets() -> None:
 
 @pytest.mark.parametrize("bags", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_merge_averages_groups_and_unmerge_spreads_them(
-    dtype: torch.dtype, bags: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merge_averages_and_unmerge_spreads(dtype: torch.dtype, bags: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also without bags of rows, as on MPS."""
     if not bags:
         monkeypatch.setattr(merging, "BAGS", ())
@@ -161,34 +156,22 @@ def test_reordered_with_gradients() -> None:
     assert torch.autograd.gradcheck(run, [x.double().requires_grad_()])
 
 
-# Through a whole UNet.
-
-
-@pytest.fixture(scope="module")
-def unet() -> Any:
-    """In float64, two similarities never nearly tie: no merge may differ."""
-    return tiny.unet().double()
-
-
 @torch.no_grad()
-def output(unet: Any, size: tuple[int, int]) -> Tensor:
-    sample, text = (
-        torch.randn(2, *shape, generator=torch.Generator().manual_seed(3)).double()
-        for shape in ((4, *size), (7, tiny.TEXT_WIDTH))
-    )
-    return unet(sample, 501, text).sample  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     ("size", "ratio", "stride", "levels"),
     [((32, 32), 0.1, 2, 1), ((48, 32), 0.25, 4, 1), ((33, 25), 0.5, 2, 1), ((32, 32), 0.75, 4, 4)],
 )
-def test_fixed_destinations(unet: Any, size: tuple[int, int], ratio: float, stride: int, levels: int) -> None:
-    """The random ones are those of `test_what_tomesd_merges`."""
-    given: Any = {"ratio": ratio, "use_rand": False, "max_downsample": levels}
+def test_a_whole_unet(size: tuple[int, int], ratio: float, stride: int, levels: int) -> None:
+    """In float64, and with fixed destinations: the random ones are those of `test_what_tomesd_merges`."""
+    unet, given = tiny.unet().double(), {"ratio": ratio, "use_rand": False, "max_downsample": levels}
+    sample, text = (tokens(*size, channels=4).mT.unflatten(2, size).double(), tokens(1, 7, tiny.TEXT_WIDTH).double())
+
+    def output() -> Tensor:
+        return unet(sample, 501, text).sample
+
     tomesd.apply_patch(unet, sx=stride, sy=stride, **given)
-    expected = output(unet, size)
+    expected = output()
     tomesd.remove_patch(unet)
     with elfatt_sd.patched(unet, "tome", stride=stride, **given):
-        assert (output(unet, size) - expected).abs().max() <= 1e-5
-    assert (expected - output(unet, size)).abs().max() > 1e-4, "merging does something"
+        assert (output() - expected).abs().max() <= 1e-5
+    assert (expected - output()).abs().max() > 1e-4, "merging does something"

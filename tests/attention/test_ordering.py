@@ -11,21 +11,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import what_a_query_sees
-from elfatt_sd.attention.ordering import (
-    MOST_FRAMES,
-    Grid,
-    block_permutation,
-    cell_blocks,
-    cell_counts,
-    cell_order,
-    compact_path,
-    inverse_permutation,
-    lattice_order,
-    order_merged,
-    partition,
-    sample_counts,
-    stratified_samples,
-)
+from elfatt_sd.attention import ordering
+from elfatt_sd.attention.ordering import Grid, compact_path, inverse_permutation, lattice_order, stratified_samples
 
 CPU = torch.device("cpu")
 ORDERS = ["windows", "curve", "strided", "spread"]
@@ -39,13 +26,13 @@ def noise(count: int, seed: int = 0) -> Tensor:
 
 
 def order(name: str, grid: Grid, block_size: int, seed: int = 0) -> Tensor:
-    permutation = block_permutation(name, grid, block_size, noise=noise(grid.tokens, seed))
+    permutation = ordering.block_permutation(name, grid, block_size, noise=noise(grid.tokens, seed))
     assert permutation is not None
     return permutation
 
 
 def blocks_of(permutation: Tensor, block_size: int) -> list[Tensor]:
-    blocks, base, larger = partition(len(permutation), block_size)
+    blocks, base, larger = ordering.partition(len(permutation), block_size)
     return list(permutation.split([base + 1] * larger + [base] * (blocks - larger)))
 
 
@@ -57,10 +44,7 @@ def places(positions: Tensor, grid: Grid) -> Tensor:
 
 
 def test_every_token_once_in_blocks_of_equal_size() -> None:
-    """What a caller does to a result changes no other one; what was built without gradients serves with them.
-
-    Orders of one frame never change: the digest is of what images drawn by earlier versions depend on.
-    """
+    """What a caller does to a result changes no other one; gradients flow through what was built without them."""
     digest = hashlib.sha256()
     for grid, size in itertools.product((*FRAMES, *VIDEOS), BLOCK_SIZES):
         for name in ORDERS:
@@ -76,7 +60,7 @@ def test_every_token_once_in_blocks_of_equal_size() -> None:
             permutation.zero_()
             assert torch.equal(order(name, grid, size), before)
             digest.update(before.numpy().tobytes() if grid.frames == 1 else b"")
-        count, groups = sample_counts(grid.tokens, size, 8)
+        count, groups = ordering.sample_counts(grid.tokens, size, 8)
         drawn = stratified_samples(grid, count, groups, noise(count))
         digest.update(drawn.numpy().tobytes() if grid.frames == 1 else b"")
     assert digest.hexdigest()[:16] == "536ee2162a51d330"
@@ -85,13 +69,17 @@ def test_every_token_once_in_blocks_of_equal_size() -> None:
 def test_counts() -> None:
     """As near to what is wanted as the tokens allow; and orders that leave the tokens."""
     for wanted, counts in {(4096, 128, 64): (128, 32), (100, 128, 8): (100, 1), (256, 128, 8): (128, 2)}.items():
-        assert sample_counts(*wanted) == counts
+        assert ordering.sample_counts(*wanted) == counts
     for wanted, counts in {(4096, 64, 128): (64, 32), (32760, 64, 512): (504, 65), (1, 64, 64): (1, 1)}.items():
-        assert cell_counts(*wanted) == counts
+        assert ordering.cell_counts(*wanted) == counts
     for size, blocks in {(4096, 227): 16, (3185, 128): 35, (7, 128): 1, (7, 1): 7}.items():
-        assert cell_blocks(*size) == blocks
-    assert partition(2048, 227) == (9, 227, 5), "the paper's blocks: no token is dropped"
-    assert block_permutation("sequence", Grid(2, 8, 8), 16) is block_permutation("raster", Grid(2, 8, 8), 16) is None
+        assert ordering.cell_blocks(*size) == blocks
+    assert ordering.partition(2048, 227) == (9, 227, 5), "the paper's blocks: no token is dropped"
+    assert (
+        ordering.block_permutation("sequence", Grid(2, 8, 8), 16)
+        is ordering.block_permutation("raster", Grid(2, 8, 8), 16)
+        is None
+    )
     assert lattice_order(Grid.image(8, 8), 1, CPU) is None
     assert lattice_order(Grid.image(8, 7), 2, CPU) is None  # an odd width makes a chessboard of itself
 
@@ -117,8 +105,8 @@ def test_cells_of_ragged_grids_are_compact() -> None:
         path = compact_path(grid, size, CPU)
         runs = places(path[: len(path) // size * size].view(-1, size), grid)
         spans = (runs.amax(1) - runs.amin(1) + 1).float()
-        assert spans[:, 0].mean() < MOST_FRAMES * 1.5
-        assert spans[:, 1:].mean() < 1.5 * (size / MOST_FRAMES) ** 0.5
+        assert spans[:, 0].mean() < ordering.MOST_FRAMES * 1.5
+        assert spans[:, 1:].mean() < 1.5 * (size / ordering.MOST_FRAMES) ** 0.5
 
 
 SPREAD = [(Grid(4, 8, 8), 32), (Grid(6, 9, 10), 32), (Grid(7, 9, 13), 32), (Grid.image(32, 32), 64)]
@@ -163,7 +151,7 @@ MATRICES = [(Grid(1, 8, 8), 8, 2), (Grid(4, 8, 8), 16, 4), (Grid(7, 9, 13), 90, 
 
 @pytest.mark.parametrize(("grid", "cells", "groups"), [*MATRICES, (Grid(1, 2, 2), 4, 1)])
 def test_cell_order_is_a_matrix_of_places_and_cells(grid: Grid, cells: int, groups: int) -> None:
-    ordered = cell_order(grid, cells, groups, noise(cells))
+    ordered = ordering.cell_order(grid, cells, groups, noise(cells))
     assert torch.equal(ordered.sort().values, torch.arange(grid.tokens))
     size, larger = divmod(grid.tokens, cells)
     sizes = torch.full((cells,), size)
@@ -181,11 +169,11 @@ def test_cell_order_is_a_matrix_of_places_and_cells(grid: Grid, cells: int, grou
 def test_merged_tokens_follow_their_positions() -> None:
     permutation = order("curve", Grid(3, 6, 6), 9)
     positions = torch.stack([torch.randperm(108, generator=torch.Generator().manual_seed(b))[:20] for b in range(3)])
-    ordered = positions.gather(1, order_merged(permutation, positions))
+    ordered = positions.gather(1, ordering.order_merged(permutation, positions))
     place = {int(position): place for place, position in enumerate(permutation)}
     for row in ordered.tolist():
         assert row == sorted(row, key=place.__getitem__)
-    assert torch.equal(positions.gather(1, order_merged(None, positions)), positions.sort(dim=1).values)
+    assert torch.equal(positions.gather(1, ordering.order_merged(None, positions)), positions.sort(dim=1).values)
 
 
 def test_the_picture_of_what_a_query_sees_is_drawn(tmp_path: Path) -> None:

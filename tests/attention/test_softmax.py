@@ -15,26 +15,11 @@ from support.checks import DEVICES, LENGTHS, Work, approximations, close, qkv
 from torch import Tensor
 from torch.nn import functional
 
+from elfatt_sd.attention import joint
 from elfatt_sd.attention import softmax as attention
-from elfatt_sd.attention.joint import (
-    Keys,
-    cell_joint_attention,
-    elfatt_joint_attention,
-    exact_attention,
-    run_agents,
-    sampled_joint_attention,
-)
+from elfatt_sd.attention.joint import Keys, cell_joint_attention, exact_attention, sampled_joint_attention
 from elfatt_sd.attention.ordering import Grid
-from elfatt_sd.attention.softmax import (
-    agent_attention,
-    attend,
-    block_attention,
-    elfatt_attention,
-    key_bias,
-    pool_agents,
-    sampled_attention,
-    softmax_attention,
-)
+from elfatt_sd.attention.softmax import agent_attention, attend, block_attention, pool_agents, softmax_attention
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import CellSpread, Elfatt, Sampled, Size, Softmax
 
@@ -121,7 +106,7 @@ def test_elfatt(tokens: int, heads: int, size: int, split: str, share: float, fi
         own = pooled(qa, min(6, tokens)) if given is None else agents.narrow(dim, 0, first)
         through = dense(qa, own, dense(own, ka, va), scale) + shortcut * va.double()
         options: dict[str, Any] = {"agent_share": share, "split": split, "query_scale": scale}
-        found = elfatt_attention(
+        found = attention.elfatt_attention(
             q, k, v, agents=6 if given is None else given, block_size=30, value_shortcut=shortcut, **options
         )
         close(found, torch.cat([through, blocks], dim=dim))
@@ -133,7 +118,7 @@ def test_samples(tokens: int, samples: int, groups: int) -> None:
     (q, _, _), (_, k, v) = qkv(tokens), qkv(samples * groups)
     own = alike(torch.arange(tokens) % groups, torch.arange(samples * groups) % groups)
     for options in ({}, {"scale": 0.7}, {"fp32_logits": True}):
-        close(sampled_attention(q, k, v, groups, **options), dense(q, k, v, options.get("scale"), own))
+        close(attention.sampled_attention(q, k, v, groups, **options), dense(q, k, v, options.get("scale"), own))
     for context, weight in itertools.product((None, text(), text(masked=False)), (1.0, tokens / samples)):
         out = sampled_joint_attention(q, k, v, groups, stands_for=weight, context=context)
         close(out, dense(q, k, v, bias=own + math.log(weight), context=context))
@@ -168,8 +153,8 @@ def test_elfatt_beside_text(tokens: int, agents: int, blocks: int) -> None:
     means = pooled(q, agents)
     lengths = pooled(q.double().norm(dim=3, keepdim=True), agents)
     own = means / means.norm(dim=3, keepdim=True) * lengths
-    close(run_agents(q, agents), own)
-    assert torch.equal(run_agents(0 * q, agents), 0 * q[:, :agents]), "no direction"
+    close(joint.run_agents(q, agents), own)
+    assert torch.equal(joint.run_agents(0 * q, agents), 0 * q[:, :agents]), "no direction"
     totals = [torch.einsum("bqhd,bkhd->bhqk", x, y.double()) * scale for x, y in ((own, k), (q.double(), context.k))]
     assert context.mask is not None
     totals[1] = totals[1].masked_fill(~context.mask[:, None, None], -math.inf)
@@ -179,7 +164,7 @@ def test_elfatt_beside_text(tokens: int, agents: int, blocks: int) -> None:
     through = through + 0.1 * v
     for first in (0, 2, 3, 4):
         options = {"agents": agents, "block_size": size, "query_scale": 0.2, "value_shortcut": 0.1}
-        out = elfatt_joint_attention(q, k, v, agent_heads=first, context=context, **options)
+        out = joint.elfatt_joint_attention(q, k, v, agent_heads=first, context=context, **options)
         close(out, torch.cat([through[:, :, :first], near[:, :, first:]], 2))
 
 
@@ -206,7 +191,7 @@ def test_two_parts_are_one_softmax(size: int, dtype: torch.dtype, device: str) -
     torch.testing.assert_close(joined.mixed.double(), dense(q, k, v), atol=tolerance, rtol=0)
     torch.testing.assert_close(joined.total.double(), logits.logsumexp(-1), atol=tolerance, rtol=0)
     mask = torch.tensor([[True, False] * 10, [False] * 20], device=device)
-    part = attend(q, k, v, bias=key_bias(mask, dtype))
+    part = attend(q, k, v, bias=attention.key_bias(mask, dtype))
     assert part.mixed.isfinite().all() and part.total.isfinite().all()
     assert torch.equal(attend(q, k, v).joined(part).mixed[1], attend(q, k, v).mixed[1])
     for own, other in zip(part, attend(q[:1], k[:1, ::2], v[:1, ::2]), strict=True):
@@ -220,7 +205,7 @@ BESIDE: dict[str, Callable[..., Tensor]] = {
     "sampled": lambda q, k, v, words: sampled_joint_attention(
         q, k[:, :32], v[:, :32], 4, stands_for=8.0, context=words
     ),
-    "elfatt": lambda q, k, v, words: elfatt_joint_attention(
+    "elfatt": lambda q, k, v, words: joint.elfatt_joint_attention(
         q, k, v, agents=8, block_size=8, agent_heads=q.shape[2] // 2, context=words
     ),
     "exact": lambda q, k, v, words: exact_attention(q, [Keys(k, v), words]),
@@ -247,10 +232,7 @@ def test_beside_text(call: Callable[..., Tensor], tokens: int) -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_logits_in_float32(dtype: torch.dtype) -> None:
-    """Those near the limit of the dtype give no NaN; with logits in float32 the result alone is rounded.
-
-    Also under autocast, which would bring everything down to half precision again.
-    """
+    """Logits near the limit of the dtype give no NaN; in float32 the result alone is rounded, also under autocast."""
     q, k, v = qkv(64, size=64)
     q, k = (functional.normalize(x, dim=-1).mul(700) for x in (q, k))
     assert 6e4 < float((q.half().double() ** 2).sum(dim=-1).max()) * 64**-0.5 < 65504
@@ -281,7 +263,7 @@ def test_the_work_is_fused_and_grows_with_the_tokens() -> None:
         (1, 2048 * 32): lambda q, k, v: block_attention(q, k, v, 32),  # equal blocks are views
         (2, 5 * 228**2 + 4 * 227**2): lambda q, k, v: block_attention(q, k, v, 227),  # remainders are not padded
         (2, 2 * 2048 * 16): lambda q, k, v: agent_attention(q, k, v, pool_agents(q, 16)),
-        (1, 2048 * 16): lambda q, k, v: sampled_attention(q, k[:, :64], v[:, :64], 4),
+        (1, 2048 * 16): lambda q, k, v: attention.sampled_attention(q, k[:, :64], v[:, :64], 4),
     }
     for (count, pairs), call in calls.items():
         with Work() as work:
@@ -309,7 +291,7 @@ def test_more_rows_or_heads_than_a_cuda_grid_takes(masked: bool, monkeypatch: py
     """They go in several calls; it is tried here with a limit of three."""
     q, k, v = torch.randn(3, 5, 5, 7, 4)
     mask = torch.randn(5, 7, 5, 5) if masked else None
-    bias = key_bias(torch.rand(5, 5) < 0.7, q.dtype) if masked else None
+    bias = attention.key_bias(torch.rand(5, 5) < 0.7, q.dtype) if masked else None
     whole, part = softmax_attention(q, k, v, mask=mask), attend(q, k, v, bias=bias)
     monkeypatch.setattr(attention, "GRID_LIMIT", 3)
     monkeypatch.setattr(attention, "GRID_FREE", ())

@@ -24,30 +24,9 @@ from benchmarks.goals import all_goals, memory_slopes
 from elfatt_sd import benchmarking
 from elfatt_sd.attention import merging
 from elfatt_sd.attention.ordering import BLOCK_ORDERS
-from elfatt_sd.benchmarking import (
-    Model,
-    _peak,
-    layer,
-    layer_calls,
-    layer_phases,
-    make_pipeline,
-    pipeline,
-    twin,
-    unet,
-    unet_call,
-)
+from elfatt_sd.benchmarking import Model, layer, layer_calls, layer_phases, pipeline, unet, unet_call, variants
 from elfatt_sd.benchmarking.report import Results, Session, clock, make_rows, markdown, own_part, save, show
-from elfatt_sd.benchmarking.variants import (
-    AUTOTUNED,
-    COMPILED,
-    FLOOR,
-    Variant,
-    is_reference,
-    line_up,
-    patched_layers,
-    resolve_methods,
-    varied,
-)
+from elfatt_sd.benchmarking.variants import Variant, is_reference, line_up, patched_layers, resolve_methods, varied
 from elfatt_sd.config import PatchConfig, Phase, known_method
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import copy_structure
@@ -82,10 +61,7 @@ def check_saved(results: Results, folder: Path) -> None:
 
 @pytest.mark.usefixtures("narrow")
 def test_layers(tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention is timed under its name; what an order costs is that of a step, with what it draws.
-
-    What would take too long is left out.
-    """
+    """An attention is timed under its name, an order with what it draws; what takes too long is left out."""
     called = counting(monkeypatch, benchmarking, "attend", lambda attention, *_: attention.name)
     calls = layer_calls(16, 2, 32, CPU, torch.float32)["attention"]
     assert {name.removesuffix("s") for name in calls} == COMPUTING
@@ -139,9 +115,7 @@ def test_unet(model: Model, methods: list[PatchConfig], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["matching", "difference"])
-def test_what_calls_keep_is_timed_beside_calls_that_make_it(
-    kept: str, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_calls_keep_is_timed_and_what_makes_it(kept: str, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every timed call of the first kind matches, or measures, in each of three layers; of the second kind, none."""
     made = counting(monkeypatch, merging, "most_similar", lambda metric, *_: metric.shape[1])
     correct = LayerCall.correct
@@ -177,7 +151,7 @@ def test_autotuned_variants_are_patched_where_it_pays(model: Model, monkeypatch:
     assert decided == {model.inputs(128, 1)["sample"].shape[-1]} and counts[0] == 2 * counts[1] > 0
 
 
-def test_compiled_variants_are_copies_of_their_own(
+def test_compiled_ones_are_own_copies(
     model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[Any] = []
@@ -197,14 +171,14 @@ def test_what_is_kept_for_later_steps_counts(model: Model) -> None:
     unit = variant.install(copy_structure(model.unet))
     call = unet_call(unit, model.inputs(256, 2))
     call()
-    peak, used = _peak(unit, call, variant, CPU), peak_memory(call, CPU)
+    peak, used = benchmarking._peak(unit, call, variant, CPU), peak_memory(call, CPU)
     states = patched_layers(unit)[0].patch.latest.states.values()
     kept = sum(kept.values.nbytes for state in states for kept in state.residuals.values())
     assert kept > 0
     assert peak - used > 0.8 * kept
 
 
-def test_what_does_not_fit_costs_its_own_rows_only(
+def test_what_does_not_fit_has_no_rows(
     model: Model, methods: list[PatchConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A method with such a phase has no row, and is not tried again; the table names it. Other errors go on."""
@@ -239,13 +213,13 @@ def test_a_transformer_is_timed_like_a_unet() -> None:
     assert {row["size"] for row in rows.values()} == {"96x64"}
     ids = flux.inputs("96x64", 1)["img_ids"]
     assert [int(ids[:, axis].max()) + 1 for axis in (1, 2)] == [4, 6], "rows, columns: the width is said first"
-    for kind, calls in (("untouched", 2), (FLOOR, 0)):
+    for kind, calls in (("untouched", 2), (variants.FLOOR, 0)):
         call = unet_call(Variant(kind, PatchConfig("all")).install(copy_structure(flux.unet)), flux.inputs(64, 1))
         with Work() as work:
             call()
         assert work.calls == calls, "the floor attends to nothing"
     with pytest.raises(ElfattError, match=r"model='flux' has no pipeline here"):
-        make_pipeline("flux", CPU, torch.float32, 1)
+        benchmarking.make_pipeline("flux", CPU, torch.float32, 1)
 
 
 # Pipelines.
@@ -291,8 +265,8 @@ def test_copies_have_their_own_second_transformer() -> None:
     """Wan 2.2 has two, which take turns: both are patched or left out, and those of the pipeline are as before."""
     pipe, _ = tiny_transformers.wan(second=True)
     config = PatchConfig("spread", (Phase(1.0, "cell_spread", block_size=8),))
-    for variant in (Variant("patch", config), Variant(FLOOR, config)):
-        other = twin(pipe, variant)
+    for variant in (Variant("patch", config), Variant(variants.FLOOR, config)):
+        other = benchmarking.twin(pipe, variant)
         for part in ("transformer", "transformer_2"):
             own, original = ([block.attn1.processor for block in getattr(each, part).blocks] for each in (other, pipe))
             assert all(isinstance(processor, JointProcessor) for processor in own), variant.kind
@@ -320,8 +294,8 @@ PEERS = [varied("deepcache", cache_interval=2), "deepcache", "tgate", "elfatt-fa
         (None, {}),
         (["sd", "agent", *CUT], {}),
         (["tomesd", "elfatt-fast"], {}),
-        (["tomesd", "tome", "sampled"], {"ending": AUTOTUNED}),
-        (["tome", "elfatt", "spread"], {"ending": COMPILED}),
+        (["tomesd", "tome", "sampled"], {"ending": variants.AUTOTUNED}),
+        (["tome", "elfatt", "spread"], {"ending": variants.COMPILED}),
         ([PatchConfig.preset("tome", ratio=0.3, max_downsample=2)], {}),
         (PEERS, {"by_phase": False}),
     ],
@@ -382,7 +356,7 @@ def test_another_accelerator_stays_on_its_copy(pipe: Any) -> None:
     pytest.importorskip("DeepCache")
     run = checks.runner(pipe, num_inference_steps=4)
     untouched = run()
-    cached = twin(pipe, Variant("deepcache:cache_interval=2"))
+    cached = benchmarking.twin(pipe, Variant("deepcache:cache_interval=2"))
     assert not torch.equal(checks.runner(cached, num_inference_steps=4)(), untouched)
     assert torch.equal(run(), untouched)
 
@@ -417,12 +391,9 @@ def test_calls_take_turns() -> None:
 
 
 def test_published_tables_are_those_of_their_rounds() -> None:
-    """Rows, what all of them share, parts, floors, and what names mean: as they stand in files that people read.
-
-    Rows to compare with, and of a run's parts that of its own phase, are told by their names.
-    """
+    """Rows, what all of them share, parts, floors, and what names mean, as they stand in files that people read."""
     parts = [{"variant": name, "seconds": taken} for name, taken in (("untouched", 1.0), ("x/1", 3.0), ("x/2", 2.0))]
-    for ending in ("", COMPILED, AUTOTUNED):
+    for ending in ("", variants.COMPILED, variants.AUTOTUNED):
         own = [{**part, "variant": part["variant"] + ending} for part in parts]
         assert own_part({"method": f"x{ending}", "parts": own}) == own[2]
         assert own_part({"method": f"x{ending}", "parts": own[2:]}) is own_part({"method": "floor"}) is None

@@ -65,10 +65,7 @@ def errors(
 
 @pytest.mark.parametrize(("text", "phase"), [(0, BLOCKS.phases[0]), (16, Phase(1.0, "sampled", keys=16))])
 def test_errors_are_those_of_a_patched_layer(pipe: Any, folder: Path, text: int, phase: Phase) -> None:
-    """A patch of one layer, exact in the first step, gives in the second what is measured in a run that stays exact.
-
-    Of four images with guidance, and of one in a sequence with its text.
-    """
+    """Measured in an exact run, it is what a patch of one layer gives: of four images, and of one with its text."""
     run, seen, measured = lambda: draw(pipe), list[Tensor](), list[Tensor]()
     if text:
         pipe = tiny_transformers.flux(folder)

@@ -76,7 +76,7 @@ def test_exponents_of_growth() -> None:
 
 
 @pytest.mark.parametrize(("changes", "matchings"), [({"reuse_layers": True}, 1), ({"reuse_steps": 2}, 0)], ids=str)
-def test_a_graph_holds_its_own_matching(
+def test_graphs_match_anew(
     model: Model, changes: dict[str, Any], matchings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is captured must match anew where a call does, and must not where steps share a matching."""
@@ -237,10 +237,7 @@ def test_what_is_wrong_on_a_device_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_it_needs_torch_diffusers_and_tomesd_only(tmp_path: Path) -> None:
-    """In a process that cannot import what only our other commands need, two parts run.
-
-    A size that one part alone has gets its slope.
-    """
+    """Two parts run without what only our other commands need; a size that one part alone has gets its slope."""
     parts = ["merging", "sdxl 512 batch 48"]
     code = (
         "import runpy, sys\n"

@@ -23,8 +23,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Replays:
-    """A backend that counts the graphs it is given, and runs them as CUDA graphs: what one gave is lost, here to NaN,
-    as soon as one is called again."""
+    """Counts the graphs it is given, and runs them as CUDA graphs: what one gave is NaN once one is called again."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -77,10 +76,7 @@ CASES: dict[str, tuple[PatchConfig, Callable[..., Any], bool, int]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_phase_is_one_graph(case: str) -> None:
-    """With `fullgraph=True`, as diffusers advises; more steps than dynamo compiles a function for.
-
-    What a step keeps for later ones outlives the replays between them, as with `mode="reduce-overhead"`.
-    """
+    """With `fullgraph=True`, as diffusers advises; what a step keeps for later ones outlives the replays."""
     config, compiled, patch_first, graphs = CASES[case]
     widths = ONE_LEVEL if case in ("tome", "elfatt", "elfatt-quality") else ONE_LAYER
     eager = denoise(elfatt_sd.apply_patch(tiny.unet(**widths), config), steps=10)
@@ -107,10 +103,7 @@ SAMPLED = Phase(1.0, "sampled", keys=16, residual_steps=3)
     ids=["three levels", "float8", "sampled"],
 )
 def test_repeated_blocks(config: PatchConfig, widths: dict[str, Any], backend: Any) -> None:
-    """Blocks of one class share dynamo's limit of compilations; each level and each kind of step takes some.
-
-    Within a call they overwrite each other's outputs; differences have memory of their own.
-    """
+    """Blocks of a class share dynamo's limit and overwrite each other's outputs; differences have their own memory."""
     side = 8 if widths is ONE_LEVEL else 16
     eager = denoise(elfatt_sd.apply_patch(tiny.unet(**widths), config), 6, side)
     unet = elfatt_sd.apply_patch(tiny.unet(**widths), config)

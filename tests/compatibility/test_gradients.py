@@ -73,11 +73,8 @@ CONFIGS = {
 @pytest.mark.parametrize("around", ["blocks", "whole"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_run_with_checkpoints(name: str, around: str, reentrant: bool) -> None:
-    """What is computed once more is what was computed: anew in one step, with what it kept in the next.
-
-    Also where calls come between a checkpoint and its gradients, as in the loss of two timesteps, or with a sample
-    image. A reentrant checkpoint computes first without gradients; its input tells that it will be repeated.
-    """
+    """What is computed once more is what was computed: anew in one step, with what it kept in the next."""
+    # a reentrant one computes first without gradients; its input tells that it will be repeated
     unet = elfatt_sd.apply_patch(small(), CONFIGS[name])
     once_more = functools.partial(checkpoint, use_reentrant=reentrant)
     if around == "blocks" and reentrant and not inspect.signature(unet.enable_gradient_checkpointing).parameters:
@@ -105,7 +102,7 @@ def test_a_run_with_checkpoints(name: str, around: str, reentrant: bool) -> None
         return flat(unet, start)
 
     plain = run(False, False)
-    for between in (False, True):
+    for between in (False, True):  # calls between a checkpoint and its gradients, as in the loss of two timesteps
         torch.testing.assert_close(run(True, between), plain, atol=1e-10, rtol=1e-5)
 
 
@@ -158,10 +155,7 @@ def gradient_of(model: Any, student: list[Any], teacher: Any = ()) -> torch.Tens
 
 @pytest.mark.parametrize("name", tiny_transformers.FAMILIES)
 def test_every_family_is_trained_with_checkpoints(name: str) -> None:
-    """What sees all keys has the exact gradients; a block is computed once more in the phase that it had.
-
-    The latter in two steps with a phase each, and with a teacher in between.
-    """
+    """What sees all keys has exact gradients; a block is computed again in its phase, in two steps, after a teacher."""
     pipe, given = drawn(name)
     model = pipe.transformer
     exact = gradient_of(model, given[:1])

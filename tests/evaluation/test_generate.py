@@ -1,7 +1,4 @@
-"""Images of a run: latents, pixels and schedulers; the same bytes whatever happens on the way; rows taken over.
-
-Other code, weights or versions are refused where they made some.
-"""
+"""Images of a run: latents, pixels and schedulers; the same bytes whatever happens on the way; rows taken over."""
 
 from __future__ import annotations
 
@@ -271,13 +268,8 @@ def test_schedulers_by_name(tmp_path: Path, model: Path, monkeypatch: pytest.Mon
     assert len(pipe.scheduler.timesteps) == 5  # PLMS visits its second step twice; Runge and Kutta would need more
 
 
-def test_another_specification_and_code_are_refused(
-    made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where only the untouched rows are there, the run goes on, and says which code made the others.
-
-    Processes of a launch must make the same images, too.
-    """
+def test_other_code_is_refused(made: tuple[Path, Protocol], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Untouched rows go on with other code, and the run says which made them; processes of a launch have to agree."""
     run_dir, protocol = made
     with monkeypatch.context() as patch, pytest.raises(ElfattError, match=r"0 and 1 would .* \(torch: .* there, 1.0"):
         other = {"packages": run_data(run_dir)["environment"]["packages"] | {"torch": "1.0"}}

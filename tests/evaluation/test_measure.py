@@ -119,9 +119,7 @@ def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(time: Stage) -> N
 
 
 @pytest.mark.parametrize("stage", [measure.measure_time, measure.measure_memory])
-def test_nothing_is_measured_on_another_model(
-    made: tuple[Path, Protocol], monkeypatch: pytest.MonkeyPatch, stage: Any
-) -> None:
+def test_no_other_model_is_measured(made: tuple[Path, Protocol], monkeypatch: pytest.MonkeyPatch, stage: Any) -> None:
     """Although all images are there, so that none had to be made."""
     real, other = measure.image_environment, {"model_sha256": "other"}
     monkeypatch.setattr(measure, "image_environment", lambda *given: real(*given) | other)
@@ -144,13 +142,10 @@ def test_memory_is_the_slope_of_a_line_with_the_interval_that_the_fit_allows() -
     assert (two["gib_per_image"], two["intercept_gib"], two["interval"]) == (2.0, -1.0, None)
 
 
-def test_what_ends_or_hides_a_measurement_is_named_and_rows_go_on(
+def test_what_ends_or_hides_a_measurement_is_told(
     weigh: Stage, timed: Protocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Out of memory; a peak that loading hides, where it cannot start anew: the line would be too flat; an error.
-
-    A system that does not tell is a result.
-    """
+    """Out of memory; a peak that loading hides, which would flatten the line; an error; a system that does not tell."""
     asked, broken = list[str](), ["Segmentation fault"]
     _, _, elfatt, peer = (cell.name for cell in timed.cells)
 
@@ -191,9 +186,7 @@ def test_real_measurements(timed: Protocol, tmp_path: Path, device: str) -> None
     assert {"cpu": 0.05, "cuda": 1e-4}[device] < result["peak"] < 20
 
 
-def test_a_peak_that_cannot_start_anew_comes_with_that_of_loading(
-    timed: Protocol, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peak_that_cannot_start_anew_has_that_of_loading(timed: Protocol, monkeypatch: pytest.MonkeyPatch) -> None:
     for restarts, loading in ((True, 0.0), (False, 2.0)):
         readings = iter([3 << 30] if restarts else [2 << 30, 3 << 30])
         monkeypatch.setattr(measure.PeakMeter, "read", lambda self, readings=readings: next(readings))

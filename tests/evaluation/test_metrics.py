@@ -1,7 +1,4 @@
-"""Extractors and metrics against the packages that define them, with the real networks and random weights.
-
-And functions of one's own, and what is refused.
-"""
+"""Extractors and metrics against the packages that define them, with random weights; functions of one's own."""
 
 from __future__ import annotations
 
@@ -54,9 +51,7 @@ def load(**choice: Any) -> ImageMetric:
 
 
 @pytest.mark.parametrize(("name", "net"), [("alexnet", "alex"), ("squeezenet1_1", "squeeze"), ("vgg16", "")])
-def test_closeness_is_torchmetrics(
-    classifiers: dict[str, Path], name: str, net: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closeness_networks(classifiers: dict[str, Path], name: str, net: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its network with the weights of a file, by the number of names before those of the file."""
     from torchmetrics.functional.image import dists
     from torchmetrics.functional.image.lpips import _LPIPS
@@ -99,9 +94,7 @@ def test_alignment_is_that_of_transformers(clip: Path) -> None:
         assert metric.better == "higher" and not metric.compares
 
 
-def test_clips_long_prompts_and_names(
-    classifiers: dict[str, Path], clip: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clips_prompts_and_names(classifiers: dict[str, Path], clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clip has the mean of its frames; prompts that are cut off are told once; other weights show in the name."""
     alexnet = classifiers["alexnet"]
     closeness, alignment = load(metric="lpips", weights=str(alexnet)), load(metric="clip-score", weights=str(clip))
@@ -139,9 +132,7 @@ def test_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found) == 2
 
 
-def test_what_is_refused(
-    tmp_path: Path, classifiers: dict[str, Path], clip: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals(tmp_path: Path, classifiers: dict[str, Path], clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, own = torch.load(classifiers["alexnet"]), "own_metrics:brightness"
     cut = {key: value for key, value in whole.items() if key != "features.3.weight"}
     cases: list[tuple[dict[str, Any], Any, str]] = [
@@ -227,10 +218,7 @@ def inception(way: str, file: Path) -> Extractor:
 def test_inception_resizes_as_tensorflow_did_and_only_the_published_weights_give_fid(
     inception_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The published statistics need TensorFlow 1's resizing; torchmetrics' own default has antialiasing.
-
-    Pictures of the network's own size are not resized, so all ways differ by the scale of their values alone.
-    """
+    """The published statistics need TensorFlow 1's resizing; torchmetrics' own default has antialiasing."""
     fidelity = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3")
     extractor, digest = inception("inception", inception_file), sha256_of_file(inception_file)
     original = fidelity.FeatureExtractorInceptionV3("inception-v3-compat", ["2048"], str(inception_file))
@@ -250,7 +238,7 @@ def test_inception_resizes_as_tensorflow_did_and_only_the_published_weights_give
     plain, same, *others = (each(pictures(1, 96, 120)) for each in ways)
     assert torch.equal(plain, same)
     assert not any(torch.allclose(plain, other, rtol=1e-3) for other in others)
-    whole, _, other_scale, clean = (each(pictures(1, 299, 299)) for each in ways)
+    whole, _, other_scale, clean = (each(pictures(1, 299, 299)) for each in ways)  # not resized: scales differ alone
     torch.testing.assert_close(clean, whole, rtol=1e-4, atol=1e-5)
     assert (other_scale - whole).abs().max() < 0.1 * whole.abs().max()
 

@@ -1,7 +1,4 @@
-"""Protocols and their prompts: what is read, what is refused by name, what makes two runs the same.
-
-And those of `eval/` to the end, with small random networks.
-"""
+"""Protocols and their prompts: what is read, what is refused by name, what makes two runs the same; whole runs."""
 
 from __future__ import annotations
 
@@ -379,9 +376,7 @@ def test_protocols_run_to_the_end(name: str, workplace: Path, tmp_path: Path) ->
             check_size(dataclasses.replace(protocol, frames=5), load_protocol_pipeline(protocol))
 
 
-def test_clips_have_every_figure_and_are_shown(
-    workplace: Path, own_cache: Path, in_process: None, tmp_path: Path
-) -> None:
+def test_clips_have_figures_and_are_shown(workplace: Path, own_cache: Path, in_process: None, tmp_path: Path) -> None:
     """Metrics are means over frames, and the page shows clips side by side."""
     alexnet, clip = write_classifier(tmp_path / "alexnet.pth", "alexnet"), write_clip(tmp_path / "clip")
     metrics = f'{{metric="clip-score", weights="{clip}"}}, {{metric="lpips", weights="{alexnet}"}}, '

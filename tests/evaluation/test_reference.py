@@ -188,9 +188,7 @@ def test_what_cannot_be_decoded_without_loss_is_refused() -> None:
             decode(content)
 
 
-def test_cache_is_used_until_files_or_preprocessing_change(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_is_used_until_something_changes(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = tmp_path / "cache"
 
     def calls(**options: Any) -> int:
@@ -222,9 +220,7 @@ def test_cache_is_used_until_files_or_preprocessing_change(
     assert max(sizes) == 2
 
 
-def test_processes_of_a_launch_share_the_work_and_agree(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_the_work_and_agree(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, and with made-up answers of another one; `test_generate.py` starts two."""
     for rank, share in ((1, 5), (0, 7)):
         state, extractor = SimpleNamespace(process_index=rank, num_processes=2), regions()

@@ -1,7 +1,4 @@
-"""`results.json` stays as it was; what was altered, deleted, added, edited or damaged is named, in one line.
-
-And by what two environments differ, so that images could.
-"""
+"""`results.json` stays as it was; what was altered, deleted, added, edited or damaged is named, in one line."""
 
 from __future__ import annotations
 

@@ -105,9 +105,7 @@ def test_a_reference_of_moments_gives_no_kernel_distance(tmp_path: Path, made: l
         score.load_extractors(protocol(extractors=("clip:a", "clip:b")))
 
 
-def test_a_killed_scoring_goes_on_and_gives_the_same_scores(
-    run_dir: Path, made: list[Extractor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_scoring_goes_on_alike(run_dir: Path, made: list[Extractor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extraction, "CHUNK", 16)
     monkeypatch.setattr(extraction, "BATCH", 8)
     build_references(protocol())

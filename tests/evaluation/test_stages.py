@@ -46,9 +46,7 @@ def test_a_second_run_does_nothing_again(
     assert stages.outlook(RunFolder(finished_run, full_protocol))[1] == "to do: nothing"
 
 
-def test_other_images_are_scored_anew_but_not_timed_anew(
-    finished_run: Path, copy: Path, full_protocol: Protocol
-) -> None:
+def test_other_images_are_scored_but_not_timed_anew(finished_run: Path, copy: Path, full_protocol: Protocol) -> None:
     """And a row that was lost is made again."""
     shutil.rmtree(row_of(copy, full_protocol.cells[2]).folder)
     row = row_of(copy, full_protocol.cells[-1])
@@ -105,9 +103,7 @@ def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
     assert (tmp_path / "run" / "cost.json").is_file()
 
 
-def test_a_torn_reference_picture_costs_no_images(
-    full_protocol: Protocol, workplace: Path, own_cache: Path, tmp_path: Path
-) -> None:
+def test_a_torn_reference_is_found(full_protocol: Protocol, workplace: Path, own_cache: Path, tmp_path: Path) -> None:
     """It is found before the first image, as is a limit of one; the option that its message names goes on."""
     shutil.copytree(workplace / "val", tmp_path / "torn")
     min((tmp_path / "torn").iterdir()).write_bytes(b"\xff\xd8\xff")
@@ -139,9 +135,7 @@ def test_a_torn_reference_picture_costs_no_images(
     ],
     ids=str,
 )
-def test_every_obstacle_is_named_once(
-    full_protocol: Protocol, tmp_path: Path, changes: dict[str, Any], named: list[str]
-) -> None:
+def test_obstacles_are_told(full_protocol: Protocol, tmp_path: Path, changes: dict[str, Any], named: list[str]) -> None:
     told = stages.obstacles(RunFolder(tmp_path / "new", dataclasses.replace(full_protocol, **changes)))
     assert [sum(part in line for line in told) for part in named] == [1] * len(named) and len(told) == len(named), told
     assert not (tmp_path / "new").exists()
@@ -157,9 +151,7 @@ def sets(overrides: list[str]) -> list[str]:
 
 
 @pytest.mark.usefixtures("shared_cache")
-def test_run_prints_the_page_and_the_other_commands_work_on_it(
-    workplace: Path, file: Path, in_process: None, tmp_path: Path
-) -> None:
+def test_run_and_the_other_commands_on_it(workplace: Path, file: Path, in_process: None, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     done = call("eval", "run", file, "--out", run_dir, "--limit", 3, "--quiet", *sets(full_overrides(workplace)))
     assert done.exit_code == 0, done.stderr

@@ -16,21 +16,7 @@ from benchmarks.coverage import frechet_distance
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.evaluation import frechet, statistics
 from elfatt_sd.evaluation.frechet import Target, frechet_figures
-from elfatt_sd.evaluation.statistics import (
-    BETTER,
-    FEWEST_CLASSES,
-    NO_DIFFERENCE,
-    TOO_FEW,
-    WORSE,
-    ClassEstimate,
-    cmmd,
-    even_classes,
-    kernel_distance,
-    left_out,
-    moments,
-    share_interval,
-    verdict,
-)
+from elfatt_sd.evaluation.statistics import ClassEstimate, kernel_distance, left_out, moments, share_interval, verdict
 from elfatt_sd.measure import student_quantile
 
 FIGURES = ("published", "least", "most")
@@ -77,14 +63,14 @@ def test_quantiles_and_degrees_of_freedom() -> None:
 
 def test_verdicts() -> None:
     """Classes of different sizes count as fewer: one of half the images decides what the others say."""
-    enough = FEWEST_CLASSES
-    assert verdict((-2.0, -1.0), enough) == verdict((0.1, 0.2), enough, lower_is_better=False) == BETTER
-    assert verdict((1.0, 2.0), enough) == verdict((-0.2, -0.1), enough, lower_is_better=False) == WORSE
-    assert verdict((-1.0, 1.0), enough) == verdict(None, enough) == NO_DIFFERENCE
+    enough = statistics.FEWEST_CLASSES
+    assert verdict((-2.0, -1.0), enough) == verdict((0.1, 0.2), enough, lower_is_better=False) == statistics.BETTER
+    assert verdict((1.0, 2.0), enough) == verdict((-0.2, -0.1), enough, lower_is_better=False) == statistics.WORSE
+    assert verdict((-1.0, 1.0), enough) == verdict(None, enough) == statistics.NO_DIFFERENCE
     for interval in ((-2.0, -1.0), (1.0, 2.0), (-1.0, 1.0), None):
-        assert verdict(interval, enough - 1) == TOO_FEW
+        assert verdict(interval, enough - 1) == statistics.TOO_FEW
     groups = ([1, 1, 2, 2, 3, 3], torch.arange(64), [0] * 33 + list(range(1, 32)), [5] * 9)
-    assert [even_classes(each) for each in groups] == [3, 64, 4, 1]
+    assert [statistics.even_classes(each) for each in groups] == [3, 64, 4, 1]
 
 
 def test_interval_of_a_share() -> None:
@@ -106,10 +92,7 @@ def test_interval_of_a_share() -> None:
 
 
 def test_kernel_distances_are_their_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces they are the same; in blocks the mean over them, and every image moves it as far as it moves its own.
-
-    CMMD is 1000 times the discrepancy of unit features under exp(-|x - y|^2 / 200).
-    """
+    """In pieces the same, in blocks the mean over them; CMMD is that of unit features under exp(-|x - y|^2 / 200)."""
     one, two = normal(30, 6, 21), 0.2 + normal(25, 6, 22)
 
     def by_definition(x: Tensor, y: Tensor, kernel: Callable[[Tensor, Tensor], Tensor]) -> float:
@@ -122,7 +105,7 @@ def test_kernel_distances_are_their_definitions(monkeypatch: pytest.MonkeyPatch)
     assert found.value == pytest.approx(by_definition(one, two, lambda x, y: (x @ y.T / 6 + 1) ** 3), rel=1e-12)
     units = (torch.nn.functional.normalize(each, dim=1) for each in (one, two))
     expected = 1000 * by_definition(*units, lambda x, y: torch.exp(-torch.cdist(x, y).square() / 200))
-    assert cmmd(one, two, range(30)).value == pytest.approx(expected, rel=1e-4)
+    assert statistics.cmmd(one, two, range(30)).value == pytest.approx(expected, rel=1e-4)
     assert kernel_distance(one[:25], two, range(25)).value == pytest.approx(poly_mmd(one[:25], two).item(), rel=1e-9)
     monkeypatch.setattr(statistics, "ROWS_AT_ONCE", 8)
     pieces = kernel_distance(one, two, range(30))
@@ -182,13 +165,10 @@ def test_features_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("count", "dimension"), [(24, 40), (80, 20)])
 def test_what_moves_a_distance(count: int, dimension: int) -> None:
-    """The derivative in the weight of a picture, n - 1 scaling with all weights; exactly, the distance without a class.
-
-    Classes of 8 take an eigenproblem each where features are few.
-    """
+    """The derivative in a picture's weight, n - 1 scaling with all weights; exactly, the distance without a class."""
     features = normal(count, dimension, 14) * spread(dimension)
     target = Target(*moments(0.2 + normal(300, dimension, 15) * spread(dimension)))
-    for size in (1, 3, 8):
+    for size in (1, 3, 8):  # classes of 8 take an eigenproblem each where features are few
         classes = torch.arange(count) // size
         slope, found = frechet_figures(features, target, classes).published.moves
         rest = [features[classes != number] for number in range(len(found))]
@@ -284,7 +264,7 @@ def test_intervals_of_kernel_distances_cover(blocks: int, correlation: float) ->
 
 def test_few_classes_miss_rare_damage() -> None:
     """Of which the accuracy's own interval knows; without the rule on few classes, the worse method would be better."""
-    settings = (coverage.FewSetting(count, 0.1) for count in (5, FEWEST_CLASSES, 100))
+    settings = (coverage.FewSetting(count, 0.1) for count in (5, statistics.FEWEST_CLASSES, 100))
     few, fewest, enough = (coverage.covered_few(each, RUNS) for each in settings)
     assert min(few.accuracy, fewest.accuracy, enough.accuracy) >= 52 / RUNS
     assert few.accuracy_difference < 40 / RUNS < 52 / RUNS <= enough.accuracy_difference

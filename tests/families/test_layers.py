@@ -17,13 +17,7 @@ from torch import nn
 
 import elfatt_sd
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import (
-    FAMILIES,
-    find_denoisers,
-    find_layers,
-    is_denoiser,
-    unwrap,
-)
+from elfatt_sd.families import FAMILIES, find_denoisers, find_layers, is_denoiser, unwrap
 from elfatt_sd.families.shapes import SHAPES, Blueprint, Dimensions, Shape, empty_model
 from elfatt_sd.methods import Grid
 

@@ -106,12 +106,10 @@ def test_texts_of_another_length(name: str) -> None:
 
 @every_family
 def test_plan_and_autotune(name: str) -> None:
-    """Every layer's attention is timed, with shared differences too; only what is faster is patched.
-
-    HunyuanVideo 1.5 and the first version of HunyuanVideo read their masks, which a plan without weights cannot.
-    """
+    """Every layer's attention is timed, with shared differences too; only what is faster is patched."""
     pipe, run = made(name)
     case, first = CASES[name], not hasattr(diffusers, "WanPipeline")
+    # these read their masks, which a plan without weights cannot
     reads = name == "HunyuanVideo 1.5" or (first and name == "HunyuanVideo")
     checks.check_plan(pipe, case.tokens, case.layers, counted=not reads, **case.size)
     assert json.loads(json.dumps(elfatt_sd.plan(pipe, **case.size).to_dict()))["layers"]

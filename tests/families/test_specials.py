@@ -223,14 +223,11 @@ def test_merging_by_similarity_reads_the_blocks_input() -> None:
 def test_text_sees_a_merged_token_as_often_as_those_that_it_stands_for(
     attention: Any, ratio: float, side: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without positions, tokens in cells of four are alike, or all of them are: merging changes nothing for the text.
-
-    Half of the cells' tokens are merged into their like, in groups of one to four.
-    """
+    """Without positions, tokens in cells of four are alike, or all are: merging changes nothing for the text."""
     model, seen, sizes = tiny_transformers.sd3(num_layers=2)[0].transformer, list[torch.Tensor](), set[int]()
     model.pos_embed.pos_embed.zero_()
     given = family_of(model).arguments(model, Grid.image(6, 4), 2, torch.rand)
-    shape = (2, 4, -(-12 // side), -(-8 // side))
+    shape = (2, 4, -(-12 // side), -(-8 // side))  # half of the cells' tokens merge, in groups of one to four
     given["hidden_states"] = torch.rand(shape).repeat_interleave(side, 2).repeat_interleave(side, 3)[..., :12, :8]
     run = calling(model, given)
     model.transformer_blocks[0].attn.register_forward_hook(lambda *given: seen.append(given[-1][1]))

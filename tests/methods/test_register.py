@@ -157,9 +157,7 @@ def test_it_is_a_method_on_the_command_line(module: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("code", ["raise SystemExit(0)", "def (", "1 / 0", "Mine = 3", "", "os:system", ":"])
-def test_modules_that_do_not_give_a_class_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
-) -> None:
+def test_modules_that_give_no_class_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     name = f"odd_{abs(hash(code))}"
     (tmp_path / f"{name}.py").write_text("" if ":" in code else code)
     monkeypatch.syspath_prepend(tmp_path)

@@ -91,9 +91,7 @@ def test_each_phase_and_shape_is_measured_once_when_it_is_first_called(pipe: Any
         ([0.87, 0.12, 9.63] * 7, 21, Decision(0.87, 0.12, 9.63)),
     ],
 )
-def test_rounds_until_it_is_clear(
-    ratios: list[float], rounds: int, decision: Decision, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rounds_needed(ratios: list[float], rounds: int, decision: Decision, monkeypatch: pytest.MonkeyPatch) -> None:
     """After two that warm up. Each function counts by its share."""
     pairs = iter([9.0] * 2 + ratios)
     taken = iter([seconds for ratio in pairs for seconds in (1.0, 3 * ratio, ratio / 3)])
@@ -149,10 +147,7 @@ def test_what_stays_undecided_is_left_alone(
 def test_what_is_timed(
     pipe: Any, phase: Any, settings: Any, shares: list[float], measuring: Measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The exact layer as it would run, by a backend too, and draws in every call, while the call's own stay.
-
-    A matching is timed in the first of the calls that share it alone; exact steps, by what guidance shares.
-    """
+    """The exact layer as it would run, by a backend too; a matching in the first of the calls that share it alone."""
     state, config = state_of(pipe, PatchConfig("x", (Phase(1.0, **phase),), **settings)), Phase(1.0, **phase)
     originals = counting(monkeypatch, state.patched, "original")
     drawn = counting(monkeypatch, Draws, "uniform")

@@ -10,19 +10,9 @@ import diffusers
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
+from support import checks
 from support import tiny_pipelines as tiny
-from support.checks import (
-    IDS,
-    SCHEDULERS,
-    TWO_PHASES,
-    counting,
-    elfatt_processors,
-    picture_of,
-    processors,
-    recorded,
-    scheduler,
-    steps,
-)
+from support.checks import TWO_PHASES, counting, elfatt_processors, picture_of, processors, recorded, scheduler, steps
 
 import elfatt_sd
 from elfatt_sd.benchmarking.variants import forget_residuals, patched_layers
@@ -156,7 +146,7 @@ def positions(monkeypatch: pytest.MonkeyPatch) -> list[Position]:
     return counting(monkeypatch, Patch, "begin", lambda patch, position, *_: position)
 
 
-@pytest.mark.parametrize(("name", "extra"), SCHEDULERS, ids=IDS)
+@pytest.mark.parametrize(("name", "extra"), checks.SCHEDULERS, ids=checks.IDS)
 def test_every_call_has_its_index(pipe: Any, positions: list[Position], name: str, extra: dict[str, Any]) -> None:
     pipe.scheduler = scheduler(name, extra)
     elfatt_sd.apply_patch(pipe, TWO_PHASES)

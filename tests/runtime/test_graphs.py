@@ -166,10 +166,6 @@ def test_both_ways_are_timed_in_the_first_run(monkeypatch: pytest.MonkeyPatch, r
         assert bool(vars(unet)[GRAPHS]._buffers) == (faster > 1.03)
 
 
-def offloaded(unet: Any) -> None:
-    accelerate.cpu_offload(unet, execution_device=torch.device("cpu"))
-
-
 def cached(unet: Any) -> None:
     unet.mid_block.forward = lambda *given, **options: type(unet.mid_block).forward(unet.mid_block, *given, **options)
     unet.mid_block.forward.__module__ = "DeepCache.extension"
@@ -178,7 +174,7 @@ def cached(unet: Any) -> None:
 REFUSED = {
     "a cache decides call by call": cached,
     "its weights are on meta; graphs need one GPU": lambda unet: unet.to("meta"),
-    "hooks of accelerate or diffusers are on it": offloaded,
+    "hooks of accelerate or diffusers are on it": lambda unet: accelerate.cpu_offload(unet, torch.device("cpu")),
     "mode='reduce-overhead' has graphs of its own": lambda unet: unet.mid_block.compile(backend="eager"),
     "residuals='host' keeps": lambda unet: elfatt_sd.apply_patch(unet, "elfatt-quality", residuals="host"),
     "conv_out has a hook or a forward of somebody else's": lambda unet: unet.conv_out.register_forward_hook(print),

@@ -69,10 +69,7 @@ SAMPLED = Phase(1.0, "sampled", block_size=16, residual_steps=3)
     ids=lambda phase: phase.attention.name,
 )
 def test_a_shared_difference_is_that_of_the_first_step(phase: Phase, sizes: tuple[int, ...]) -> None:
-    """A layer is exact in the first step; then its approximation changes with its input, the difference does not.
-
-    Within a call, diffusers can give a video's frames to a layer in parts, the last of them smaller.
-    """
+    """After the exact first step, the approximation changes with its input, the difference does not; in parts, too."""
     _, _, (sample, _), attention = begun(PatchConfig("corrected", (phase,)))
     layer, run, noise = attention.elfatt_state, Run(), generator()
     draws, differences = [], list[Tensor]()
@@ -136,10 +133,7 @@ def test_calls_of_one_step_keep_their_own(config: PatchConfig) -> None:
 
 
 def test_calls_on_no_schedule_share_nothing() -> None:
-    """Numbers in a loop of one's own may be those of score distillation: each is exact, and that is said once.
-
-    As a preview between two steps, such a call does not end their run.
-    """
+    """They may be those of score distillation, or a preview within a run: each is exact, and that is said once."""
     unet, timesteps, (sample, text), _ = begun()
     exact = {number: tiny.unet()(sample, number, text).sample for number in (960, 100)}
     alone = [unet(sample, timestep, text).sample for timestep in timesteps]
@@ -258,10 +252,7 @@ def test_all_calls_of_a_step_count() -> None:
 
 @pytest.mark.parametrize("family", ["unet", "wan"])
 def test_guidance_shares_what_is_measured_with_the_prompt(pipe: Any, family: str) -> None:
-    """In the step that measures, what has the prompt is exact; what has none is corrected by the same difference.
-
-    Wan's second call of a step adds what the first one measured.
-    """
+    """Where it is measured, what has the prompt is exact; what has none, or is a second call, takes it over."""
     run, found, images = runner(pipe), list[Tensor](), {}
     if family == "wan":
         pipe, run = tiny_transformers.wan()

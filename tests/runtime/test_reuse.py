@@ -108,6 +108,26 @@ def test_a_run_computes_planned_steps_alone(cut: str) -> None:
     assert torch.equal(draw(pipe), untouched)
 
 
+@pytest.mark.parametrize("name", ["Stable Diffusion 1.5", "Flux.1"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_deep_copy_has_cuts_of_its_own(name: str, whole: bool) -> None:
+    """Whichever of the two is put back, it is exact without a trace, and the other one still takes over."""
+    pipe, run = made(name)
+    cut = "output" if whole else family_of(main_denoiser(pipe)).cuts(main_denoiser(pipe))[0]
+
+    def drawn(pipe: Any) -> Tensor:
+        return tiny_transformers.runner(pipe, **run.given)(num_inference_steps=8)  # type: ignore[attr-defined]
+
+    exact = drawn(pipe)
+    elfatt_sd.apply_patch(pipe, reusing(cut))
+    taken, other = drawn(pipe), copy.deepcopy(pipe)
+    assert not torch.equal(taken, exact)
+    for back, left in ((other, pipe), (pipe, copy.deepcopy(pipe))):
+        elfatt_sd.remove_patch(back)
+        assert torch.equal(drawn(back), exact) and torch.equal(drawn(left), taken)
+        assert not any("forward" in vars(each) for each in main_denoiser(back).modules())
+
+
 @pytest.mark.parametrize("scheduler", ["PNDMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler"])
 def test_samplers_threads_and_interrupted_runs(scheduler: str) -> None:
     pipe = unet_pipe(scheduler=getattr(diffusers, scheduler).from_config(tiny_pipelines.ddim().config))
@@ -124,8 +144,6 @@ def test_samplers_threads_and_interrupted_runs(scheduler: str) -> None:
         assert torch.equal(draw(pipe), once)
         assert draw(pipe, height=48).shape != once.shape
         assert torch.equal(draw(pipe), once)
-        other = copy.deepcopy(pipe)
-    assert torch.equal(draw(other), once)
 
 
 def test_with_attention_with_guidance_and_without() -> None:

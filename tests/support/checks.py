@@ -273,10 +273,7 @@ def check_methods(pipe: Any, run: Run, merges: bool = False) -> None:
 
 
 def check_steps(pipe: Any, run: Run, layers: int, calls: int = 1, counts: tuple[int, ...] = (1, 4, 28)) -> None:
-    """Phases are counted by the true step, in two runs in a row, and after an interrupted one.
-
-    `run` takes `num_inference_steps`; `layers` are patched in all denoisers together; each step has `calls` of them.
-    """
+    """Phases follow the true step, in runs in a row and after an interrupted one; `layers` are of all denoisers."""
 
     def stop(*_: Any) -> None:
         ends.append(0)

@@ -6,69 +6,47 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKL,
-    ControlNetModel,
-    DDIMScheduler,
-    EulerDiscreteScheduler,
-    MotionAdapter,
-    PNDMScheduler,
-    StableDiffusionPipeline,
-    StableDiffusionXLPipeline,
-    T2IAdapter,
-    UNet2DConditionModel,
-)
-from transformers import (
-    CLIPImageProcessor,
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPTokenizer,
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
-)
+import transformers
 
 SD15_SCHEDULE: dict[str, Any] = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 TEXT_WIDTH = 32
 CLIP = {"hidden_size": TEXT_WIDTH, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
-def tokenizer(folder: Path) -> CLIPTokenizer:
+def tokenizer(folder: Path) -> transformers.CLIPTokenizer:
     """A CLIP tokenizer that spells: one token for every printable character."""
     folder.mkdir(parents=True, exist_ok=True)
     letters = [chr(code) for code in range(33, 127)]
     words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
     (folder / "vocab.json").write_text(json.dumps({word: index for index, word in enumerate(words)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
-    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=77)
+    return transformers.CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=77)
 
 
-def text_config(**changes: Any) -> CLIPTextConfig:
+def text_config(**changes: Any) -> transformers.CLIPTextConfig:
     """A one-layer CLIP text encoder for `tokenizer`."""
     tokens = {"vocab_size": 190, "bos_token_id": 188, "eos_token_id": 189, "pad_token_id": 189}
-    return CLIPTextConfig(**CLIP, **tokens, max_position_embeddings=77, **changes)
+    return transformers.CLIPTextConfig(**CLIP, **tokens, max_position_embeddings=77, **changes)
 
 
-def vae() -> AutoencoderKL:
+def vae() -> diffusers.AutoencoderKL:
     """A VAE with factor 2 on each side."""
     torch.manual_seed(1)
     config: dict[str, Any] = {"block_out_channels": (8, 8), "norm_num_groups": 4, "latent_channels": 4}
     config |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-    return AutoencoderKL(**config, sample_size=32).eval()
+    return diffusers.AutoencoderKL(**config, sample_size=32).eval()
 
 
-def unet(**changes: Any) -> UNet2DConditionModel:
-    """A UNet shaped like that of SD 1.5, two levels with transformers and a third without, 16x16 latents.
-
-    `attention_head_dim` is diffusers' name for the number of heads.
-    """
+def unet(**changes: Any) -> diffusers.UNet2DConditionModel:
+    """A UNet like that of SD 1.5: two levels with transformers, a third without; `attention_head_dim` counts heads."""
     torch.manual_seed(0)
     config: dict[str, Any] = {"block_out_channels": (16, 32, 32), "layers_per_block": 1, "sample_size": 16}
     config |= {"norm_num_groups": 4, "cross_attention_dim": TEXT_WIDTH, "attention_head_dim": 2}
     config |= {"down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D")}
     config |= {"up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D")}
-    return UNet2DConditionModel(**{**config, **changes}).eval()
+    return diffusers.UNet2DConditionModel(**{**config, **changes}).eval()
 
 
 # Of UNets with attention on one level alone; with one such layer.
@@ -77,14 +55,14 @@ ONE_LEVEL |= {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": (
 ONE_LAYER = {**ONE_LEVEL, "up_block_types": ("UpBlock2D",)}
 
 
-def text_encoder() -> CLIPTextModel:
+def text_encoder() -> transformers.CLIPTextModel:
     torch.manual_seed(2)
-    return CLIPTextModel(text_config()).eval()
+    return transformers.CLIPTextModel(text_config()).eval()
 
 
 def sd15_parts(folder: Path, **unet_changes: Any) -> dict[str, Any]:
     """The parts of a Stable Diffusion 1.5 pipeline; its own scheduler is PNDM."""
-    scheduler = PNDMScheduler(skip_prk_steps=True, steps_offset=1, **SD15_SCHEDULE)
+    scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1, **SD15_SCHEDULE)
     parts = {"unet": unet(**unet_changes), "vae": vae(), "text_encoder": text_encoder(), "scheduler": scheduler}
     return {**parts, "tokenizer": tokenizer(folder / "tokenizer"), "safety_checker": None, "feature_extractor": None}
 
@@ -94,11 +72,11 @@ def quiet(pipe: Any) -> Any:
     return pipe
 
 
-def sd15(folder: Path, *, scheduler: Any = None, **unet_changes: Any) -> StableDiffusionPipeline:
+def sd15(folder: Path, *, scheduler: Any = None, **unet_changes: Any) -> diffusers.StableDiffusionPipeline:
     """Stable Diffusion 1.5 in miniature; its own scheduler is PNDM."""
     parts = sd15_parts(folder, **unet_changes)
     parts["scheduler"] = scheduler or parts["scheduler"]
-    return quiet(StableDiffusionPipeline(**parts, requires_safety_checker=False))
+    return quiet(diffusers.StableDiffusionPipeline(**parts, requires_safety_checker=False))
 
 
 def sdxl_parts(folder: Path, *, refiner: bool = False) -> dict[str, Any]:
@@ -111,28 +89,28 @@ def sdxl_parts(folder: Path, *, refiner: bool = False) -> dict[str, Any]:
     config |= {"transformer_layers_per_block": (1, 1, 2), "addition_embed_type": "text_time"}
     config |= {"addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 8 * (5 if refiner else 6) + 32}
     model = unet(**config, cross_attention_dim=32 if refiner else 64)
-    first = None if refiner else CLIPTextModel(text_config(projection_dim=32)).eval()
+    first = None if refiner else transformers.CLIPTextModel(text_config(projection_dim=32)).eval()
     return {
         "unet": model,
         "vae": vae(),
-        "scheduler": EulerDiscreteScheduler(**SD15_SCHEDULE, steps_offset=1, timestep_spacing="leading"),
+        "scheduler": diffusers.EulerDiscreteScheduler(**SD15_SCHEDULE, steps_offset=1, timestep_spacing="leading"),
         "text_encoder": first,
         "tokenizer": None if refiner else tokenizer(folder / "tokenizer"),
-        "text_encoder_2": CLIPTextModelWithProjection(projecting).eval(),
+        "text_encoder_2": transformers.CLIPTextModelWithProjection(projecting).eval(),
         "tokenizer_2": tokenizer(folder / "tokenizer_2"),
     }
 
 
-def sdxl(folder: Path) -> StableDiffusionXLPipeline:
+def sdxl(folder: Path) -> diffusers.StableDiffusionXLPipeline:
     """SDXL in miniature."""
-    return quiet(StableDiffusionXLPipeline(**sdxl_parts(folder), add_watermarker=False))
+    return quiet(diffusers.StableDiffusionXLPipeline(**sdxl_parts(folder), add_watermarker=False))
 
 
-def controlnet(model: UNet2DConditionModel) -> ControlNetModel:
+def controlnet(model: diffusers.UNet2DConditionModel) -> diffusers.ControlNetModel:
     """A ControlNet for a UNet, with an effect; its picture is twice the latent, as the VAE here needs."""
     torch.manual_seed(3)
     copied = ("in_channels", "down_block_types", "block_out_channels", "layers_per_block", "norm_num_groups")
-    net = ControlNetModel(
+    net = diffusers.ControlNetModel(
         **{name: model.config[name] for name in (*copied, "cross_attention_dim", "attention_head_dim")},
         conditioning_embedding_out_channels=(8, 8),
     ).eval()
@@ -142,37 +120,37 @@ def controlnet(model: UNet2DConditionModel) -> ControlNetModel:
     return net
 
 
-def t2i_adapter() -> T2IAdapter:
+def t2i_adapter() -> diffusers.T2IAdapter:
     """A T2I adapter whose features fit `unet()`."""
     torch.manual_seed(4)
     config = {"in_channels": 3, "channels": [16, 32, 32], "num_res_blocks": 1, "downscale_factor": 2}
-    return T2IAdapter(**config, adapter_type="full_adapter").eval()
+    return diffusers.T2IAdapter(**config, adapter_type="full_adapter").eval()
 
 
-def motion_adapter() -> MotionAdapter:
+def motion_adapter() -> diffusers.MotionAdapter:
     """A motion adapter for `unet()`."""
     torch.manual_seed(5)
     names = ("layers_per_block", "norm_num_groups", "num_attention_heads", "max_seq_length")
     config = {f"motion_{name}": value for name, value in zip(names, (1, 4, 2, 8), strict=True)}
-    return MotionAdapter(block_out_channels=(16, 32, 32), use_motion_mid_block=False, **config).eval()
+    return diffusers.MotionAdapter(block_out_channels=(16, 32, 32), use_motion_mid_block=False, **config).eval()
 
 
-def ddim() -> DDIMScheduler:
-    return DDIMScheduler(**SD15_SCHEDULE, clip_sample=False, steps_offset=1)
+def ddim() -> diffusers.DDIMScheduler:
+    return diffusers.DDIMScheduler(**SD15_SCHEDULE, clip_sample=False, steps_offset=1)
 
 
-def image_encoder() -> CLIPVisionModelWithProjection:
+def image_encoder() -> transformers.CLIPVisionModelWithProjection:
     """A CLIP image encoder for IP-Adapters."""
     torch.manual_seed(6)
-    config = CLIPVisionConfig(**CLIP, projection_dim=32, image_size=32, patch_size=8)
-    return CLIPVisionModelWithProjection(config).eval()
+    config = transformers.CLIPVisionConfig(**CLIP, projection_dim=32, image_size=32, patch_size=8)
+    return transformers.CLIPVisionModelWithProjection(config).eval()
 
 
-def image_processor() -> CLIPImageProcessor:
-    return CLIPImageProcessor(crop_size=32, size=32)
+def image_processor() -> transformers.CLIPImageProcessor:
+    return transformers.CLIPImageProcessor(crop_size=32, size=32)
 
 
-def ip_adapter(model: UNet2DConditionModel) -> dict[str, dict[str, torch.Tensor]]:
+def ip_adapter(model: diffusers.UNet2DConditionModel) -> dict[str, dict[str, torch.Tensor]]:
     """Weights of an IP-Adapter with four picture tokens, for a UNet and `image_encoder()`."""
     width, generator = 4 * TEXT_WIDTH, torch.Generator().manual_seed(7)
 

@@ -12,17 +12,7 @@ from diffusers import FluxPipeline, StableDiffusionPipeline
 import elfatt_sd
 from elfatt_sd.toy import EMBEDDED, GUIDANCE, TOY, renderer
 from elfatt_sd.toy.features import CLASSIFIER_FILE, load_feature_extractor
-from elfatt_sd.toy.renderer import (
-    ATTRIBUTES,
-    CLASS_PROMPTS,
-    CLASSES,
-    VOCABULARY,
-    Scene,
-    class_labels,
-    describe,
-    render,
-    sample_scenes,
-)
+from elfatt_sd.toy.renderer import ATTRIBUTES, CLASS_PROMPTS, CLASSES, Scene, class_labels, render, sample_scenes
 from tools.toy import quality
 from tools.toy.models import TOKENS
 
@@ -72,7 +62,7 @@ def test_they_have_the_layers_that_methods_are_made_for_and_load_in_half_precisi
 
 def test_every_word_is_one_token(pipeline):
     tokenizer = pipeline.tokenizer
-    for word in VOCABULARY:
+    for word in renderer.VOCABULARY:
         ids = tokenizer(word).input_ids
         assert len(ids) == 3
         assert tokenizer.decode(ids[1:-1]).strip() == word
@@ -97,12 +87,10 @@ def test_the_classifier_reads_held_out_renders_and_its_distance_grows_with_damag
 
 
 @pytest.mark.parametrize(("name", "count", "least"), [("pipeline", 3, 0.9), ("transformer", 1, 0.75)])
-def test_images_show_what_was_asked_for(
-    request: pytest.FixtureRequest, classifier, name: str, count: int, least: float
-) -> None:
+def test_images_are_as_asked(request: pytest.FixtureRequest, classifier, name: str, count: int, least: float) -> None:
     classes, unet = quality.draw_classes(count, 1), name == "pipeline"
     settings = {"num_inference_steps": 6 if unet else 4, "guidance_scale": GUIDANCE if unet else 1.0}
-    prompts = [describe(*labels) for labels in classes]
+    prompts = [renderer.describe(*labels) for labels in classes]
     made = quality.generate(request.getfixturevalue(name), prompts, 0, count, **settings)
     hits = quality.predicted(classifier, quality.shrink(torch.cat(list(made)))) == class_labels(classes)
     assert hits.double().mean() >= least
@@ -121,5 +109,5 @@ def test_pictures_do_not_depend_on_their_batch_and_labels_are_drawn_equally_ofte
         assert (shares * len(values) - 1).abs().max() < 0.25
     assert (labels[:, 1] != labels[:, 3]).all()
     assert renderer.caption(Scene("star", "red", "striped", "blue")) == "a red star on a striped blue background"
-    assert describe("star", "orange", "plain", "blue").startswith("an orange star")
+    assert renderer.describe("star", "orange", "plain", "blue").startswith("an orange star")
     assert len(set(CLASS_PROMPTS)) == len(CLASSES) == 6 * 4 * 8 * 7  # the colours of object and background differ

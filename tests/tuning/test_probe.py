@@ -14,29 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families.test_matrix import made
 from support import checks, tiny_transformers
 from support import tiny_pipelines as tiny
 from syrupy.assertion import SnapshotAssertion
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
-from elfatt_sd import methods
+import elfatt_sd
+from elfatt_sd import measure, methods
 from elfatt_sd.config import LayerPhases, PatchConfig
-from elfatt_sd.families import find_layers, main_denoiser
+from elfatt_sd.families import family_of, find_layers, main_denoiser
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import DENSE, Phase, StepReuse
+from elfatt_sd.tuning import EARLIER, Search
 from elfatt_sd.tuning import probe as probing
 from elfatt_sd.tuning.model import Predictor
-from elfatt_sd.tuning.probe import (
-    REUSED,
-    SINCE,
-    Candidate,
-    LayerFigures,
-    Probe,
-    Stretch,
-    candidates,
-    rows_of,
-    stretches_of,
-)  # fmt: skip
+from elfatt_sd.tuning.probe import REUSED, SINCE, Candidate, LayerFigures, Probe, Stretch, rows_of, stretches_of
 from elfatt_sd.tuning.runs import DrawSettings, Runs, Sample
 
 BASES = [Phase(1.0, "sampled", keys=keys) for keys in (32, 128)]
@@ -153,9 +147,7 @@ def test_what_fails_in_a_dtype_is_measured_in_another(folder: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("guided", "dtype"), [(False, "bfloat16"), (True, None)])
-def test_errors_are_those_of_the_layer_itself(
-    pipe: Any, guided: bool, dtype: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_the_layers_own(pipe: Any, guided: bool, dtype: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer's errors, alone and by step since a difference was measured, are those of a run with them."""
     monkeypatch.setattr(Probe, "_faster_dtype", lambda *_: dtype)
     runs, sample = Runs(pipe, DrawSettings(8, 3.0, 32, 32)), Sample("a cat", 0)
@@ -391,11 +383,28 @@ def test_a_stretch_takes_over_where_that_is_the_best_of_its_ways() -> None:
     assert both.reuse == (dataclasses.replace(quick, last=1),), "equal stretches are one"
 
 
-def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
-    """Seconds and errors by layer; a step of a group measures, perhaps half of the rows, perhaps in a narrower dtype.
+@pytest.mark.parametrize("name", ["Stable Diffusion 1.5", "Wan"])  # which is called twice a step
+def test_what_reuse_saves_is_the_work_that_is_left_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that counts work, of which an untouched run has as much more."""
+    (pipe, run), begun, counted = made(name), list[int](), FlopCounterMode(display=False)
+    [cut, *_] = family_of(main_denoiser(pipe)).cuts(main_denoiser(pipe))
+    config = PatchConfig("late", reuse=(StepReuse(cut=cut, first=5, last=1),))
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=counted.get_total_flops))
 
-    Of which the rounding stays in all steps of the group.
-    """
+    def work(begin: int, _: Any, config: Any) -> float:
+        begun.append(begin)
+        with counted, elfatt_sd.patched(pipe, config):
+            run(num_inference_steps=12)
+        return counted.get_total_flops()
+
+    runs = SimpleNamespace(pipe=pipe, device=torch.device("cpu"), deviation=work)
+    saved, drawn = Search._draw_reused(SimpleNamespace(runs=runs, calls=12), None, config)
+    assert saved == work(0, None, "sd") - drawn > 0
+    assert begun[0] == 5 - EARLIER, "whole steps leave what is taken over"
+
+
+def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
+    """Seconds and errors by layer; a step of a group measures, perhaps half of the rows, in a narrower dtype."""
     wide, narrow = figures(), figures()
     dtype = {"attention_dtype": "bfloat16"}
     narrow.bases = [*(dataclasses.replace(phase, **dtype) for phase in BASES), DENSE["bfloat16"]]
@@ -406,7 +415,7 @@ def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
         wide.errors[0, number, since, True] = [0.008 / (1 + number) * (1 + since)]
     model, said = Predictor({"wide": wide, "narrow": narrow}, STRETCHES), []
     for name, own in (("wide", wide), ("narrow", narrow)):
-        for each in candidates(own.bases, 4, guided=own.copies > 1):
+        for each in probing.candidates(own.bases, 4, guided=own.copies > 1):
             phase = each.phase
             words = [phase.attention.name, getattr(phase.attention, "keys", ""), phase.residual_steps]
             figure = f"{model.seconds(name, 0, each):.4g} s, {model.error(name, 0, each):.4g}"
@@ -416,4 +425,4 @@ def test_what_a_candidate_costs_and_adds(snapshot: SnapshotAssertion) -> None:
     assert told.scale[0] == pytest.approx(1000 * told.scale[1])
     uneven = learnt((1000.0, 1.0), (1.0, 1000.0))
     assert uneven.scale[0] == pytest.approx(uneven.scale[1])
-    assert {each.phase.residual_steps for each in candidates(BASES, 8, share=False)} == {1}, "which needs memory"
+    assert {each.phase.residual_steps for each in probing.candidates(BASES, 8, share=False)} == {1}, "it needs memory"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from benchmarks import promise as simulated
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.measure import student_quantile
+from elfatt_sd.tuning import SEARCHED, Search
+from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Promise, Proof, check_wanted, level_of_looks, measure_named
 from elfatt_sd.tuning.runs import Drawn, Sample
 
@@ -85,6 +89,28 @@ def test_when_it_is_decided() -> None:
     distances = proof([0.1, 0.2] * 4, higher=False)
     assert distances.lowest == 0.2 and 0.15 < distances.bound < 0.25
     assert distances.holds(Budget(0.25)) and distances.hopeless(Budget(0.1))
+
+
+@pytest.mark.parametrize("means", [[33], [27, 33], [27, 28, 33], [27, 28, 29]], ids=str)
+def test_every_proof_may_go_to_a_choice(means: list[float]) -> None:
+    """Where nothing is there to compare with: closer ones follow until one holds, the last of three included."""
+    samples = [Sample("a cat", number) for number in range(SEARCHED + 24)]
+    search = Search(SimpleNamespace(), samples, Budget(30), measure_named("psnr"), SimpleNamespace())
+    search.seconds, search.model = 1.0, SimpleNamespace(chosen=lambda choice: PatchConfig("sd"))
+    search.curve = [Choice({}, 0.9 - psnr / 100, 1.0, psnr) for psnr in range(30, 80)]
+
+    def prove(name: str, config: PatchConfig, predicted: float | None) -> Proof:
+        found = proof([means[len(search.proofs)] + each for each in (-1.0, 0.0, 1.0)] * 8)
+        found = dataclasses.replace(found, point=dataclasses.replace(found.point, predicted=predicted))
+        search.proofs.append(found)
+        search.points.append(found.point)
+        return found
+
+    search.prove_config = prove
+    assert search.prove(search.curve[4]) is (search.proofs[-1] if means[-1] == 33 else None)
+    assert [each.point.mean for each in search.proofs] == means
+    predicted = [each.point.predicted for each in search.proofs]
+    assert predicted == sorted({*predicted})
 
 
 def test_the_worst_image_cannot_be_asked_closer_than_the_mean() -> None:

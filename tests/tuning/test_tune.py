@@ -75,9 +75,7 @@ def test_what_is_found_is_close_and_fast_as_said(small: Any, asked: dict[str, An
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_a_stopped_tuning_goes_on(
-    small: Any, asked: dict[str, Any], drawn: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuning_goes_on(small: Any, asked: dict[str, Any], drawn: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured is not measured again, also for another budget; a dtype that is faster stays chosen."""
     monkeypatch.setattr(Probe, "_faster_dtype", lambda *_: "bfloat16")
     two = asked | {"steps": 8}  # stretches
@@ -116,9 +114,7 @@ def test_a_speed_is_kept_to(pipe: Any, asked: dict[str, Any], monkeypatch: pytes
     assert tune(pipe, speed=fastest - 0.1, **two).proof.point.times >= fastest - 0.1
 
 
-def test_a_machine_that_becomes_slower_changes_no_speed(
-    small: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slower_machine_changes_no_speed(small: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Untouched images of the search are drawn long before what they are compared with."""
     before, following = tune(small, closeness=30, **asked), Search.measure_layers
     slower = lambda search: (monkeypatch.setattr(clock.Stopwatch, "each", 2e-9), following(search))[1]  # noqa: E731
@@ -127,7 +123,7 @@ def test_a_machine_that_becomes_slower_changes_no_speed(
     assert [point.times for point in later.points] == pytest.approx([point.times for point in before.points])
 
 
-def test_what_betters_every_choice_is_the_result(
+def test_what_betters_choices_wins(
     pipe: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The patch that was there is proved like a choice, and put back; one that is farther than asked is not taken."""
@@ -160,9 +156,7 @@ def likeness(first: Any, second: Any) -> float:
     ],
     ids=["own metric", "SSIM", "memory", "too little memory"],
 )
-def test_other_budgets(
-    small: Any, asked: dict[str, Any], given: dict[str, Any], name: str | None, tmp_path: Any
-) -> None:
+def test_budgets(small: Any, asked: dict[str, Any], given: dict[str, Any], name: str | None, tmp_path: Any) -> None:
     """Where nothing keeps to the budget, the pipeline is left alone; memory rules out what steps share."""
     tuned = tune(small, **given, **asked)
     if name is not None:
@@ -193,9 +187,7 @@ def test_a_modular_pipeline(folder: Path, asked: dict[str, Any]) -> None:
         tune(pipe.unet, closeness=30, **asked)
 
 
-def test_what_has_no_effect_is_said(
-    small: Any, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_effect_is_said(small: Any, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames of an image, words that are cut off; and once, that nothing can be kept for the next run."""
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("ELFATT_SD_CACHE", str(tmp_path / "file" / "cache"))
@@ -275,9 +267,7 @@ class Greedy(methods.CellSpread):
 
 
 @pytest.mark.usefixtures("own_cache")
-def test_an_approximation_without_memory_is_left_out(
-    small: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_no_memory_is_left_out(small: Any, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "_known", dict(methods._known))
     elfatt_sd.register(Greedy)
     tuned = tune(small, closeness=20, **asked)
