@@ -18,8 +18,6 @@ from elfatt_sd.devices import accelerators, interprets_triton, is_device_error
 from elfatt_sd.errors import ElfattError, is_out_of_memory
 
 TRITON = "triton"  # the backend of the kernels in `attention.triton`
-GRID_LIMIT = 65535  # CUDA's limit on the second and third grid dimension, where fused kernels put the batch
-GRID_FREE = ("cpu",)  # devices without such a limit
 PACKAGES = {  # of the dispatcher's backends: module, and how it is installed
     "flash": ("flash_attn", "pip install flash-attn --no-build-isolation"),
     "flash_hub": ("kernels", "pip install kernels"),
@@ -68,13 +66,17 @@ def softmax_attention(
         with torch.autocast(q.device.type, enabled=False):
             out = softmax_attention(q.float(), k.float(), v.float(), scale=scale, mask=mask, backend=backend)
         return out.to(q.dtype)
-    for dim in (0, 2):  # CUDA's kernels put batch and heads in grid dimensions that have a limit
-        if q.shape[dim] > GRID_LIMIT and q.device.type not in GRID_FREE:
-            parts = _pieces(q, k, v, mask, dim)
-            done = [softmax_attention(*qkv, scale=scale, mask=own, backend=backend) for *qkv, own in parts]
-            return torch.cat(done, dim)
     if backend not in ("auto", "native", TRITON):  # Triton has no exact attention
-        return _dispatch(q, k, v, scale, mask, backend)
+        name = _backend_named(backend)
+        from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+        try:
+            return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=name)
+        except Exception as error:
+            if is_out_of_memory(error) or is_device_error(error):  # of any kernel before: the device tells of it late
+                raise
+            tensors = f"{str(q.dtype).removeprefix('torch.')} tensors with head size {q.shape[-1]} on {q.device.type}"
+            raise _refusal(backend, f"does not take {tensors}", error) from error
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
 
@@ -216,18 +218,6 @@ def equal_parts(tokens: int, count: int) -> list[tuple[slice, int]]:
     return [(slice(0, cut), base + 1), (slice(cut, None), base)] if larger else [(slice(None), base)]
 
 
-def _pieces(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dim: int
-) -> list[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Cut in pieces of as many rows (dimension 0) or heads (dimension 2) as a kernel's grid takes, with their masks."""
-    pieces = list(zip(*(torch.split(x, GRID_LIMIT, dim) for x in (q, k, v)), strict=True))
-    masks: list[Tensor | None] = [mask] * len(pieces)
-    axis = {0: -4, 2: -3}[dim]  # of the mask, which may lack its first dimensions
-    if mask is not None and mask.ndim >= -axis and mask.shape[axis] > 1:
-        masks = list(torch.split(mask, GRID_LIMIT, axis))
-    return [(*piece, own) for piece, own in zip(pieces, masks, strict=True)]
-
-
 def sums_in_float32(q: Tensor) -> bool:
     """Whether the fused kernels for tensors like this one keep logits and sums in float32 by themselves."""
     half = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256
@@ -267,19 +257,6 @@ def _backend_named(backend: str) -> Any:
     return AttentionBackendName(backend)
 
 
-def _dispatch(q: Tensor, k: Tensor, v: Tensor, scale: float | None, mask: Tensor | None, backend: str) -> Tensor:
-    name = _backend_named(backend)
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
-
-    try:
-        return dispatch_attention_fn(q, k, v, attn_mask=mask, scale=scale, backend=name)
-    except Exception as error:
-        if is_out_of_memory(error) or is_device_error(error):  # of any kernel before, which the device tells of late
-            raise
-        tensors = f"{str(q.dtype).removeprefix('torch.')} tensors with head size {q.shape[-1]} on {q.device.type}"
-        raise _refusal(backend, f"does not take {tensors}", error) from error
-
-
 def _refusal(backend: str, what: str, error: Exception) -> ElfattError:
     package, install = PACKAGES.get(backend, ("torch", ""))
     reason = f"{what} ({' '.join(str(error).split())[:200]})"
@@ -314,10 +291,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, bias:
     `bias` is added to the logits: `[B or 1, 1, Q or 1, K]`, in the queries' dtype, with finite entries (`excluded`), as
     the kernels' log-sum-exps of a row of `-inf` are not.
     """
-    for dim in (0, 2):  # CUDA's kernels put batch and heads in grid dimensions that have a limit
-        if q.shape[dim] > GRID_LIMIT and q.device.type not in GRID_FREE:
-            done = [attend(*qkv, scale=scale, bias=own) for *qkv, own in _pieces(q, k, v, bias, dim)]
-            return Part(*(torch.cat(parts, dim) for parts in zip(*done, strict=True)))
     q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))  # the kernels' own calls do not check it
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     queries, kind = q.shape[1], q.device.type

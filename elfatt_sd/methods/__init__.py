@@ -8,33 +8,22 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Literal, TypeVar
 
-from elfatt_sd.attention.ordering import Grid
+from elfatt_sd.attention.ordering import Grid as Grid
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.methods.base import Attention, Draws, Layer, Merge, Prepared, Size, in_one_line
-from elfatt_sd.methods.published import Agents, Blocks, Elfatt, Softmax
-from elfatt_sd.methods.sampled import CellSpread, Reuse, Sampled
-
-__all__ = [
-    "Agents",
-    "Attention",
-    "AttentionName",
-    "Blocks",
-    "CellSpread",
-    "Draws",
-    "Elfatt",
-    "Grid",
-    "Layer",
-    "Merge",
-    "Prepared",
-    "Reuse",
-    "Sampled",
-    "Size",
-    "Softmax",
-    "attention_named",
-    "attentions",
-    "is_own",
-    "register",
-]
+from elfatt_sd.methods.base import Attention as Attention
+from elfatt_sd.methods.base import Draws as Draws
+from elfatt_sd.methods.base import Layer as Layer
+from elfatt_sd.methods.base import Merge as Merge
+from elfatt_sd.methods.base import Prepared as Prepared
+from elfatt_sd.methods.base import Size as Size
+from elfatt_sd.methods.base import in_one_line
+from elfatt_sd.methods.published import Agents
+from elfatt_sd.methods.published import Blocks as Blocks
+from elfatt_sd.methods.published import Elfatt as Elfatt
+from elfatt_sd.methods.published import Softmax as Softmax
+from elfatt_sd.methods.sampled import CellSpread as CellSpread
+from elfatt_sd.methods.sampled import Reuse
+from elfatt_sd.methods.sampled import Sampled as Sampled
 
 Kind = TypeVar("Kind", bound=type[Attention])
 AttentionName = Literal["softmax", "agent", "block", "elfatt", "cell_spread", "sampled", "reuse"]

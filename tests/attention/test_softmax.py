@@ -304,21 +304,6 @@ def test_costs_are_the_pairs_that_kernels_see() -> None:
             assert work.calls == 3 and work.copies <= 3 + 1
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_more_rows_or_heads_than_a_cuda_grid_takes(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They go in several calls; it is tried here with a limit of three."""
-    q, k, v = torch.randn(3, 5, 5, 7, 4)
-    mask = torch.randn(5, 7, 5, 5) if masked else None
-    bias = key_bias(torch.rand(5, 5) < 0.7, q.dtype) if masked else None
-    whole, part = softmax_attention(q, k, v, mask=mask), attend(q, k, v, bias=bias)
-    monkeypatch.setattr(attention, "GRID_LIMIT", 3)
-    monkeypatch.setattr(attention, "GRID_FREE", ())
-    with Work() as work:
-        torch.testing.assert_close(softmax_attention(q, k, v, mask=mask), whole)
-        torch.testing.assert_close(attend(q, k, v, bias=bias), part)
-    assert work.calls == 2 * math.ceil(5 / 3) * math.ceil(7 / 3)
-
-
 def test_backends_of_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """One agrees; errors name the remedy, but those of the device and of its memory go on as they are."""
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
