@@ -42,9 +42,6 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[
         for name, own in kinds.items():
             types = sampled_types()
             yield f"{name}, head size {size}", kernels.attend_kernel, types, {**flags, **own, **blocks}, options
-    halves = dict.fromkeys(("metric", "similarity"), "*fp16") | dict.fromkeys(("sources", "destinations"), "*i64")
-    types = halves | {"nearest": "*i64", "tiny": "fp32"}
-    yield "matching", kernels.matching_kernel, types, dict(kernels.MATCHING_SIZES), kernels.MATCHING_OPTIONS
     sums = dict.fromkeys(("means", "squares", "mean_of", "scale_of"), "*fp32")
     types = dict.fromkeys(("x", "out", "weight", "bias"), "*fp16") | sums | {"eps": "fp32"}
     yield "norm, runs", norm.run_kernel, types, dict(norm.SIZES), norm.OPTIONS

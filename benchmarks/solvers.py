@@ -24,7 +24,7 @@ from elfatt_sd.files import write_json
 from elfatt_sd.loading import make_scheduler
 from elfatt_sd.measure import progress_of
 from elfatt_sd.phases import StepReuse, reused_steps
-from elfatt_sd.toy.renderer import caption, sample_scenes
+from elfatt_sd.toy.renderer import sample_prompts
 
 SOLVERS = ("pndm", "ddim", "euler", "dpm++", "unipc")
 STEPS, GUIDANCE, FIRST_SEED = 25, 3.0, 5 * 10**6
@@ -68,15 +68,14 @@ def guidance_taken_over(pipe: Any, reuse: StepReuse) -> Iterator[None]:
 
 
 def images(pipe: Any, count: int, way: dict[str, Any] | None) -> Iterator[Any]:
-    scenes = sample_scenes(count, 11)
-    for number, scene in enumerate(scenes):
+    for number, prompt in enumerate(sample_prompts(count, 11)):
         with contextlib.ExitStack() as on:
             if way:
                 reuse = StepReuse(**{"every": 2, "first": 9, "last": 4, **way})
                 guided = guidance_taken_over(pipe, reuse) if way["cut"] == "guidance" else None
                 on.enter_context(guided or elfatt_sd.patched(pipe, "sd", reuse=(reuse,)))
             given = {"guidance_scale": GUIDANCE}
-            shot = draw(pipe, caption(scene), FIRST_SEED + number, STEPS, given, lambda *_: None)
+            shot = draw(pipe, prompt, FIRST_SEED + number, STEPS, given, lambda *_: None)
         yield shot.frames[0]
 
 

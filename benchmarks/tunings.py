@@ -23,7 +23,7 @@ from elfatt_sd.drawing.compare import psnr
 from elfatt_sd.drawing.studio import draw
 from elfatt_sd.files import write_json
 from elfatt_sd.measure import progress_of
-from elfatt_sd.toy.renderer import caption, sample_scenes
+from elfatt_sd.toy.renderer import sample_prompts
 from elfatt_sd.tuning.runs import Store, short_hash
 
 OTHERS, FIRST_OTHER = 64, 10**6  # images, and the seed of the first
@@ -33,11 +33,11 @@ def others(pipe: Any, steps: int, guidance: float, folder: Path) -> list[Image.I
     """Draw images that no tuning saw, and keep them."""
     folder.mkdir(parents=True, exist_ok=True)
     images = []
-    for number, scene in enumerate(sample_scenes(OTHERS, 7)):
+    for number, prompt in enumerate(sample_prompts(OTHERS, 7)):
         path = folder / f"{number}.png"
         if not path.exists():
             scale = {"guidance_scale": guidance}
-            shot = draw(pipe, caption(scene), FIRST_OTHER + number, steps, scale, lambda *_: None)
+            shot = draw(pipe, prompt, FIRST_OTHER + number, steps, scale, lambda *_: None)
             shot.frames[0].save(path.with_suffix(".part"), format="PNG")
             path.with_suffix(".part").replace(path)
         images.append(Image.open(path).convert("RGB"))
@@ -45,7 +45,7 @@ def others(pipe: Any, steps: int, guidance: float, folder: Path) -> list[Image.I
 
 
 def tuned(pipe: Any, asked: float, number: int, steps: int, guidance: float) -> dict[str, Any]:
-    prompts = list(map(caption, sample_scenes(48, 100 + number)))
+    prompts = sample_prompts(48, 100 + number)
     with progress_of("steps") as tell:
         found = tuning.tune(
             pipe, closeness=asked, prompts=prompts, seed=1000 * (number + 1), steps=steps, guidance=guidance,

@@ -249,17 +249,6 @@ class PeakMeter:
         return process_peak() if self.device.type == "cpu" else None
 
 
-@contextlib.contextmanager
-def little_garbage() -> Iterator[None]:
-    """Look for garbage once, and pass over what is there: copies of a model take seconds at every `gc.collect`."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def peak_memory(call: Call, device: torch.device) -> int | None:
     """Return the bytes that tensors hold at the highest point of a call, beyond what they hold before it.
 

@@ -12,6 +12,7 @@ from elfatt_sd import errors as checks
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.families.unet import UNet
+from elfatt_sd.methods.base import in_one_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,10 +101,8 @@ def _cache(pipe: Any, config: str, **settings: Any) -> Iterator[None]:
         raise ElfattError(f"this diffusers ({diffusers.__version__}) has no {config} for {type(pipe).__name__}.")
     if "current_timestep_callback" in kind.__dataclass_fields__:
         settings["current_timestep_callback"] = lambda: pipe.current_timestep
-    try:
+    with in_one_line(f"{config} does not go with {type(pipe).__name__}"):
         pipe.transformer.enable_cache(kind(**settings))
-    except (ValueError, AttributeError) as error:
-        raise ElfattError(f"{config} does not go with {type(pipe).__name__}: {error}") from error
     try:
         yield
     finally:

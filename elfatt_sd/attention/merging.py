@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from elfatt_sd.attention.ordering import inverse_permutation
-from elfatt_sd.attention.softmax import triton_takes
 
 # The similarity matrix is made in chunks, which stay in cache on a CPU, and are small and fill the device on a GPU: the
 # elements of a chunk, and the fewest rows that keep the matrix product fast.
@@ -109,16 +108,11 @@ class Matching:
 
 
 @torch.no_grad()
-def find_candidates(metric: Tensor, split: Split, backend: str = "native") -> Candidates:
+def find_candidates(metric: Tensor, split: Split) -> Candidates:
     """Find the destination that each source is most similar to (cosine) in `[B, N, C]`: the part of ToMe that costs."""
     places = split.places.long()
     sources, destinations = places[: split.sources], places[split.sources :]
-    find = most_similar
-    if triton_takes(backend, metric):
-        from elfatt_sd.attention import triton
-
-        find = triton.most_similar
-    return Candidates(*find(metric, sources, destinations), split)
+    return Candidates(*most_similar(metric, sources, destinations), split)
 
 
 @torch.no_grad()

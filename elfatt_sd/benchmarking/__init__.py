@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import inspect
 import itertools
 import math
@@ -48,7 +49,7 @@ from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.families.shapes import SHAPES as SHAPES
 from elfatt_sd.families.shapes import UNET_NAMES, Dimensions, call_arguments, empty_model
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
-from elfatt_sd.measure import Call, little_garbage, peak_memory
+from elfatt_sd.measure import Call, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax, attentions, is_own
 from elfatt_sd.nn import ElfattAttention
 from elfatt_sd.nn.backbone import ATTENTIONS
@@ -356,11 +357,12 @@ def unet(
             for name, unit in units.items()
         }
         record.time(key, calls, repeats, seconds=seconds)
-    with little_garbage():
-        for key, name, rows in itertools.product(keys, measured, batches):
-            call = unet_call(units[name], made.inputs(key["size"], rows))
-            measure = functools.partial(_peak, units[name], call, lineup.variants[name], place)
-            record.keep_peak(key, name, rows, measure)
+    gc.collect()
+    gc.freeze()  # copies of a model take seconds whenever garbage is looked for
+    for key, name, rows in itertools.product(keys, measured, batches):
+        call = unet_call(units[name], made.inputs(key["size"], rows))
+        record.keep_peak(key, name, rows, functools.partial(_peak, units[name], call, lineup.variants[name], place))
+    gc.unfreeze()
     return record.results
 
 

@@ -36,6 +36,7 @@ from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible, write_file
 from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import Lines, Progress
+from elfatt_sd.methods.base import in_one_line
 
 if TYPE_CHECKING:
     from elfatt_sd.evaluation.run import RowFolder
@@ -155,15 +156,12 @@ def _tables(files: Sequence[Path]) -> Source:
 
     entries = list[Entry]()
     for file in files:
-        try:
+        with in_one_line(f"reference {file} cannot be read; accepted: a .parquet file"):
             table = parquet.ParquetFile(file)
             schema = table.schema_arrow
             label = next((name for name in ("label", "cls", "class") if name in schema.names), None)
             sizes = [table.metadata.row_group(number).num_rows for number in range(table.num_row_groups)]
             groups = table.read([label])[label].to_pylist() if label else [""] * sum(sizes)
-        except Exception as error:  # pyarrow raises many kinds for damaged files
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ElfattError(f"reference {file} cannot be read ({reason}); accepted: a .parquet file.") from error
         found = [field.name for field in schema if _BYTES.fullmatch(str(field.type))]
         named = [name for name in found if name.lower() in _COLUMNS] or found
         if len(named) != 1:
@@ -312,11 +310,8 @@ def _extract_range(
 
 def read_chunk(path: Path) -> tuple[Tensor, list[str]]:
     """Return the features `[k, d]` of a chunk and the names of images that cannot be read."""
-    try:
-        with np.load(path) as data:
-            return torch.from_numpy(data["features"]), json.loads(str(data["unreadable"]))
-    except Exception as error:  # NumPy raises many kinds for damaged files
-        raise ElfattError(f"{path} is missing or damaged; give the same command again.") from error
+    with in_one_line(f"{path} is missing or damaged; give the same command again"), np.load(path) as data:
+        return torch.from_numpy(data["features"]), json.loads(str(data["unreadable"]))
 
 
 def every_minute(tell: Callable[[str], None]) -> Progress:

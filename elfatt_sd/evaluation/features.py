@@ -20,6 +20,7 @@ from elfatt_sd.devices import plain_defaults
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.statistics import LARGEST
 from elfatt_sd.files import read_typed, refused, sha256_of_data, sha256_of_file, visible
+from elfatt_sd.methods.base import in_one_line
 
 SIZES = {384: "S", 768: "B", 1024: "L", 1280: "H", 1536: "g", 1664: "bigG"}  # of vision transformers, by the width
 _USUAL_EDGE = 224
@@ -115,18 +116,15 @@ def _load_inception(way: str, weights: Path | None, sha256: str | None) -> Extra
     path = weights or Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_URL.rpartition("/")[2]
     if weights is None and not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with in_one_line(f"Inception weights cannot be fetched; get {INCEPTION_URL} and give --inception-weights FILE"):
             torch.hub.download_url_to_file(INCEPTION_URL, str(path), hash_prefix=INCEPTION_SHA256, progress=False)
-        except (OSError, RuntimeError) as error:
-            remedy = f"get {INCEPTION_URL} and give --inception-weights FILE"
-            raise ElfattError(f"Inception weights cannot be fetched ({error}); {remedy}.") from error
     if not path.is_file():
         raise ElfattError(f"Inception weights {path} do not exist; give the file published at {INCEPTION_URL}.")
     found = sha256_of_file(path)
     if found != accepted:
         others = "or other weights with inception_sha256, whose distance is not called FID"
         raise ElfattError(f"Inception weights {path} have sha256 {found}; accepted is {accepted}, {others}.")
-    with loading(f"Inception weights {path}"):
+    with in_one_line(f"Inception weights {path} cannot be loaded"):
         torch.load(path, map_location="cpu", weights_only=True)  # a pickle could run code where the network loads it
         network: nn.Module = NoTrainInceptionV3("inception-v3-compat", ["2048"], str(path), antialias=False)
     scale = "2 x / 255 - 1" if way == "pytorch-fid" else "(x - 128) / 128"
@@ -224,7 +222,7 @@ def read_config(folder: Path, who: str, types: Sequence[str], accepted: str) -> 
         raise ElfattError(f"{who} has no config.json; give {accepted}.")
     from transformers import AutoConfig
 
-    with loading(who):
+    with in_one_line(f"{who} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if config.model_type not in types:
         raise ElfattError(f"{who} is of type {config.model_type}; accepted: {', '.join(types)}.")
@@ -233,22 +231,12 @@ def read_config(folder: Path, who: str, types: Sequence[str], accepted: str) -> 
 
 def read_model(folder: Path, who: str, loader: Any, config: Any) -> Any:
     options: dict[str, Any] = {"local_files_only": True, "torch_dtype": torch.float32, "output_loading_info": True}
-    with loading(who):
+    with in_one_line(f"{who} cannot be loaded"):
         model, report = loader.from_pretrained(folder, config=config, **options)
     missing = sorted(report["missing_keys"])  # which transformers fills with random numbers
     if missing:
         raise ElfattError(f"{who} lacks {len(missing)} of its weights, first {missing[0]}.")
     return model
-
-
-@contextlib.contextmanager
-def loading(who: str) -> Iterator[None]:
-    """Tell of what is raised within: for damaged files, transformers and PyTorch have many kinds."""
-    try:
-        yield
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ElfattError(f"{who} cannot be loaded ({reason}).") from error
 
 
 def read_recipe(kind: str, folder: Path, image_size: int) -> dict[str, Any]:

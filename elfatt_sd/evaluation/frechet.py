@@ -8,14 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elfatt_sd.evaluation.statistics import (
-    ROWS,
-    ClassEstimate,
-    Groups,
-    Interval,
-    left_out,
-    moments,
-)
+from elfatt_sd.evaluation.statistics import ROWS, ClassEstimate, Groups, Interval, left_out, moments
 
 # With a step of 1 the trapezoidal rule has an error of 1e-8; 9 steps beyond the spectrum leave 1e-4 of a correction.
 MARGIN, RANGE = 9.0, 40.0

@@ -27,6 +27,7 @@ from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation import features as vision
 from elfatt_sd.evaluation.features import exact_float32
 from elfatt_sd.files import refused, sha256_of_code, sha256_of_data, sha256_of_file
+from elfatt_sd.methods.base import in_one_line
 
 Better = Literal["", "higher", "lower"]
 # What can be asked for by name, and what `weights` is for each; those with "" need none.
@@ -127,16 +128,13 @@ def load_own(choice: MetricChoice) -> ImageMetric:
     `untouched` the baseline's images of the same latents. It returns n numbers.
     """
     module, _, attribute = choice.metric.partition(":")
-    try:
+    kinds = "function(images, prompts) or function(images, prompts, untouched)"
+    with in_one_line(f"metric={choice.metric!r} cannot be imported as {kinds}"):
         function = getattr(importlib.import_module(module), attribute)
         signature = inspect.signature(function)
         compares = "untouched" in signature.parameters
         signature.bind(None, None, **({"untouched": None} if compares else {}))
         code = sha256_of_code([inspect.getsource(inspect.getmodule(function) or sys.modules[module])])
-    except (Exception, SystemExit) as error:
-        kinds = "function(images, prompts) or function(images, prompts, untouched)"
-        said = f"metric={choice.metric!r} cannot be imported as {kinds}"
-        raise ElfattError(f"{said} ({type(error).__name__}: {error}).") from error
     name = choice.name or str(getattr(function, "__name__", choice.metric))
     if _TAKEN.fullmatch(name):
         raise ElfattError(f"name={name!r} of metric {choice.metric!r} is that of another figure; give another name.")
@@ -146,11 +144,8 @@ def load_own(choice: MetricChoice) -> ImageMetric:
         if compares and batch.untouched is not None:
             given["untouched"] = batch.untouched
         given = {name: each[:, 0] if each.shape[1] == 1 else each for name, each in given.items()}
-        try:
+        with in_one_line(f"metric={choice.metric!r} failed; mend the function"):
             values = torch.as_tensor(function(given.pop("images"), list(batch.prompts), **given), device="cpu")
-        except (Exception, SystemExit) as error:
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise ElfattError(f"metric={choice.metric!r} failed ({reason}); mend the function.") from error
         count = len(batch.prompts)
         if values.shape != (count,):
             what = f"metric={choice.metric!r} with numbers of the shape {tuple(values.shape)}"
@@ -168,7 +163,7 @@ def load_alignment(kind: str, folder: Path, device: str, prompts: Sequence[str])
     who = f"metric {kind!r}: {folder}"
     config = vision.read_config(folder, who, ("clip",), "the directory of a CLIP model")
     model = vision.read_model(folder, who, CLIPModel, config).eval().requires_grad_(False).to(device)
-    with vision.loading(who):
+    with in_one_line(f"{who} cannot be loaded"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     seen = config.vision_config
     recipe = vision.read_recipe("clip", folder, seen.image_size)
@@ -204,7 +199,7 @@ def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
     """
     need(f"metric {kind!r}", "torchmetrics", "torchvision")
     networks = _NETWORKS if kind == "lpips" else {"vgg": _NETWORKS["vgg"]}
-    with vision.loading(f"weights {path}"):
+    with in_one_line(f"weights {path} cannot be loaded"):
         weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)  # runs no code in it
         net = next((net for net, (_, key, _) in networks.items() if key in weights), None)
     if net is None:
@@ -227,7 +222,7 @@ def load_closeness(kind: str, path: Path, device: str) -> ImageMetric:
         finally:
             module.vgg16 = published
     places = [name for name, _ in classifier.named_parameters() if name not in ("alpha", "beta")]
-    with vision.loading(f"weights {path}"):  # a classifier's layers, `features.N`, where the network has the same N
+    with in_one_line(f"weights {path} cannot be loaded"):  # a classifier's `features.N`, where the network has this N
         parts = {name: 2 if name.startswith("slices") else 1 for name in places}  # of `slices.0.N`; of `slice1.N`
         found = {name: weights[f"features.{name.split('.', skipped)[-1]}"] for name, skipped in parts.items()}
         classifier.load_state_dict(found, strict=False)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.files import read_plain, refused
+from elfatt_sd.files import read_plain
+from elfatt_sd.methods.base import in_one_line
 
 if TYPE_CHECKING:
     from elfatt_sd.evaluation.protocols import Protocol
@@ -59,10 +60,8 @@ def run_prompts(protocol: Protocol) -> list[Prompt]:
         texts = spread(read_prompts(protocol.prompts), protocol.classes)
     else:
         labels, template = spread([*enumerate(load_labels(protocol.labels))], protocol.classes), protocol.template
-        try:
+        with in_one_line(f"template={template!r} is not accepted; accepted: the field {{label}}"):
             texts = [(index, template.format(label=label)) for index, label in labels]
-        except (LookupError, ValueError, AttributeError) as error:
-            raise refused(f"template={template!r} ({type(error).__name__}: {error})", "the field {label}") from error
     chosen = spread([pair for pair in texts for _ in range(each)], protocol.limit)
     return [Prompt(index, number, text) for index, (number, text) in enumerate(chosen)]
 
@@ -124,14 +123,11 @@ def _value(place: str, row: Mapping[str, Any], column: str) -> str:
 
 def _rows(path: Path, what: str, column: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the place and the fields of each row of a table with a header; of another file, each line's one field."""
-    try:
+    remedy = "give a text file, .csv or .tsv in UTF-8, or the name of a list"
+    with in_one_line(f"{what} {path} cannot be read; {remedy}"):
         text = read_plain(path).decode("utf-8-sig")
         if "\0" in text:  # UTF-16 of plain letters is UTF-8 too, of other prompts
             raise ValueError("it holds NUL, as UTF-16 does")
-    except (OSError, ValueError) as error:
-        raise ElfattError(
-            f"{what} {path} cannot be read ({error}); give a text file, .csv or .tsv in UTF-8, or the name of a list."
-        ) from error
     delimiter = _TABLES.get(path.suffix.lower())
     rows: list[tuple[str, dict[str, Any]]] = []
     if delimiter is None:

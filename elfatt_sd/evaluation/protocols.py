@@ -22,6 +22,7 @@ from elfatt_sd.evaluation.metrics import MetricChoice
 from elfatt_sd.evaluation.prompts import PromptFile
 from elfatt_sd.files import checked, is_plain_name, one_folder, read_plain, refused, sha256_of_data, visible
 from elfatt_sd.methods import attention_named
+from elfatt_sd.methods.base import in_one_line
 from elfatt_sd.peers import PEERS, check_settings
 from elfatt_sd.phases import RUN_SETTINGS, setting_names
 
@@ -282,7 +283,15 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
     if limit is not None:
         _make_quick(data, limit)
     for override in overrides:
-        _override(data, override)
+        key, equals, text = override.partition("=")
+        *tables, last = [part.strip() for part in key.split(".")]
+        target = data.setdefault(tables[0], {}) if tables else data  # tables that are not there yet are made
+        if not equals or not last or len(tables) > 1 or not isinstance(target, dict):
+            raise ElfattError(f"override {override!r} is not accepted; give key=value or table.key=value.")
+        try:
+            target[last] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            target[last] = text
     for table, key, none in (("time", "repeats", 0), ("memory", "batches", [])):  # where nothing is to be measured
         settings = data.get(table)
         if isinstance(settings, dict) and settings.get(key) == none and type(settings[key]) is type(none):
@@ -303,10 +312,9 @@ def load_protocol(path_or_name: str | Path, overrides: Sequence[str] = (), limit
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(read_plain(path).decode("utf-8"))
-    except (ValueError, RecursionError) as error:  # numbers of too many digits included
-        raise ElfattError(f"{path} is not valid TOML: {error}.") from error
+    content = read_plain(path)
+    with in_one_line(f"{path} is not valid TOML"):
+        return tomllib.loads(content.decode("utf-8"))
 
 
 def _find(path_or_name: str | Path) -> Path:
@@ -321,19 +329,6 @@ def _find(path_or_name: str | Path) -> Path:
     raise ElfattError(
         f"protocol {str(path)!r} does not exist; give a TOML file or one of: {', '.join(known) or 'none'}."
     )
-
-
-def _override(data: dict[str, Any], override: str) -> None:
-    """Set one value; tables that are not there yet are made."""
-    key, equals, text = override.partition("=")
-    *tables, last = [part.strip() for part in key.split(".")]
-    target = data.setdefault(tables[0], {}) if tables else data
-    if not equals or not last or len(tables) > 1 or not isinstance(target, dict):
-        raise ElfattError(f"override {override!r} is not accepted; give key=value or table.key=value.")
-    try:
-        target[last] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        target[last] = text
 
 
 def _make_quick(data: dict[str, Any], limit: int) -> None:

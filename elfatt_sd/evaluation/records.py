@@ -138,16 +138,6 @@ class Paired(Struct, frozen=True):
     cosine: Changes = Changes()
 
 
-class ScoredRow(Struct):
-    images: Index | None = None
-    classes: Index | None = None
-    distances: dict[str, Figure] = {}
-    paired: Paired = Paired()
-    accuracy: dict[str, Figure] = {}
-    most_changed: list[Index] = []
-    metrics: dict[str, Figure] = {}
-
-
 class ReferenceRecord(Struct, frozen=True):
     unreadable: list[str] = []  # name and reason of each image
 
@@ -205,7 +195,14 @@ class MemoryRow(Struct, frozen=True):
     note: str | None = None
 
 
-class ResultRow(ScoredRow):
+class ResultRow(Struct):
+    images: Index | None = None
+    classes: Index | None = None
+    distances: dict[str, Figure] = {}
+    paired: Paired = Paired()
+    accuracy: dict[str, Figure] = {}
+    most_changed: list[Index] = []
+    metrics: dict[str, Figure] = {}
     cell: str = ""  # the folder of its images
     label: str = ""  # the method's name in tables
     method: str = ""

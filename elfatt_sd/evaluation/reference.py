@@ -33,10 +33,13 @@ from elfatt_sd.evaluation.extraction import (
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.protocols import ReferenceChoice
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, LARGEST, moments
-from elfatt_sd.files import folder_lock, sha256_of_code, sha256_of_data, sha256_of_file
+from elfatt_sd.files import folder_lock, sha256_of_data, sha256_of_file
 from elfatt_sd.measure import Progress
+from elfatt_sd.methods.base import in_one_line
 
 RENDER_SEED = 0x5EED_0F_4EAD  # renders of the reference; training draws from hashes, evaluation from small seeds
+# of the renderer; another one when it draws other pixels. This one was a hash of its code.
+RENDERS = "4b6eefcbe3b52af41dc77eab32f9bcb8a8ee25be950c6738071af2a0b048ce49"
 BLOCK = 1 << 16  # renders that are drawn at a time
 FORMAT = 1
 COVARIANCE_ROUNDING = 1e-5  # by the largest value: of covariances that were kept in float32
@@ -169,8 +172,7 @@ def renders(count: int, classes: Sequence[int]) -> Source:
         picture = renderer.render_parameters(labels[place : place + 1], geometry[place : place + 1])[0]
         return (picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
 
-    source = sha256_of_code([Path(renderer.__file__).read_text(encoding="utf-8")])
-    fingerprint = ["renders", count, chosen[:count], RENDER_SEED, source]
+    fingerprint = ["renders", count, chosen[:count], RENDER_SEED, RENDERS]
     return Source([Entry(f"render {place}", place) for place in range(count)], fingerprint, read)
 
 
@@ -198,13 +200,9 @@ def scenes(wanted: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 def _from_moments(wanted: ReferenceChoice, extractor: Extractor) -> Reference:
     """Take `mu` and `sigma` from a file of another tool, whose preprocessing is not known."""
     path, size = Path(wanted.source), extractor.dimension
-    try:
-        with np.load(path) as data:
-            arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))
-            mean, sigma = map(torch.from_numpy, arrays)
-    except Exception as error:  # NumPy raises many kinds for damaged files
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ElfattError(f"{path} cannot be read ({reason}); accepted is an .npz file with mu and sigma.") from error
+    with in_one_line(f"{path} cannot be read; accepted is an .npz file with mu and sigma"), np.load(path) as data:
+        arrays = (data[key].astype(np.float64, casting="same_kind") for key in ("mu", "sigma"))
+        mean, sigma = map(torch.from_numpy, arrays)
     covariance, wrong = sigma, ""
     if (mean.shape, sigma.shape) != ((size,), (size, size)):
         needed = f"extractor {extractor.name} needs ({size},) and ({size}, {size})"

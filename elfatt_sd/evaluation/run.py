@@ -17,16 +17,9 @@ from elfatt_sd.evaluation import records
 from elfatt_sd.evaluation.extraction import process_state
 from elfatt_sd.evaluation.prompts import Prompt, run_prompts
 from elfatt_sd.evaluation.protocols import Protocol, decisive, differences
-from elfatt_sd.files import (
-    folder_lock,
-    is_full,
-    is_hidden,
-    read_plain,
-    read_typed,
-    write_file,
-    write_json,
-)
+from elfatt_sd.files import folder_lock, is_full, is_hidden, read_plain, read_typed, write_file, write_json
 from elfatt_sd.measure import now
+from elfatt_sd.methods.base import in_one_line
 
 RUN_FILE, SCORES_FILE, TIME_FILE, MEMORY_FILE = "run.json", "scores.json", "time.json", "memory.json"
 STAGES_FILE, COST_FILE, RESULTS_FILE = "stages.json", "cost.json", "results.json"
@@ -82,10 +75,8 @@ class RowFolder:
 def _images_in(path: Path, remedy: str) -> list[records.MadeImage]:
     made, decoder = list[records.MadeImage](), msgspec.json.Decoder(records.MadeImage)
     for number, line in enumerate(read_plain(path).split(b"\n"), 1):  # a prompt may hold other marks that end lines
-        try:
+        with in_one_line(f"{path}, line {number} is damaged; {remedy}"):
             made += [decoder.decode(line)] if line.strip() else []
-        except msgspec.MsgspecError as error:
-            raise ElfattError(f"{path}, line {number} is damaged ({error}); {remedy}.") from error
     return made
 
 

@@ -19,13 +19,7 @@ from torch.nn import functional
 
 from elfatt_sd.devices import accelerators
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.evaluation.extraction import (
-    Images,
-    by_first,
-    extract,
-    process_state,
-    read_chunk,
-)
+from elfatt_sd.evaluation.extraction import Images, by_first, extract, process_state, read_chunk
 from elfatt_sd.evaluation.features import Extractor, load_extractor, toy_attributes
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
 from elfatt_sd.evaluation.metrics import AT_ONCE, Batch, Better, ImageMetric, load_metrics

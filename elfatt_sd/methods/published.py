@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.attention.joint import Keys, elfatt_joint_attention, exact_attention
-from elfatt_sd.attention.ordering import (
-    BlockOrder,
-    Grid,
-    block_permutation,
-    inverse_permutation,
-    partition,
-)
+from elfatt_sd.attention.ordering import BlockOrder, Grid, block_permutation, inverse_permutation, partition
 from elfatt_sd.attention.softmax import block_attention, elfatt_attention, softmax_attention
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods.base import LEAST_KEYS, Attention, Draws, Layer, Merge, Prepared, Size

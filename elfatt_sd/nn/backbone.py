@@ -63,7 +63,6 @@ class Pyramid(nn.Module):
         classes: of the images; 0 leaves the last layer out.
         in_channels: of the images.
         overlap: whether the patches overlap, as CSWin's, or not, as Swin's.
-        drop_path: how often a training step leaves out the last block of a row; earlier ones less.
         **attention_settings: of `ElfattAttention`, in all blocks, such as `lepe` and `global_fraction`.
     """
 
@@ -79,13 +78,11 @@ class Pyramid(nn.Module):
         classes: int = 1000,
         in_channels: int = 3,
         overlap: bool = True,
-        drop_path: float = 0.0,
         **attention_settings: Any,
     ) -> None:
         super().__init__()
         choice("attention", attention, ATTENTIONS)
         sizes = [block_size] * len(depths) if isinstance(block_size, int) else [*block_size]
-        drops = (drop_path * index / max(1, sum(depths) - 1) for index in range(sum(depths)))
         levels = zip(depths, (in_channels, *dims[:-1]), dims, heads, sizes, every[: len(depths)], strict=True)
         self.levels = nn.ModuleList()
         for depth, channels, dim, count, size, step in levels:
@@ -93,11 +90,15 @@ class Pyramid(nn.Module):
             for index in range(depth):
                 own = ATTENTIONS[attention if step and index % step == step - 1 else "softmax"]
                 settings = {"qkv_bias": True, "block_size": size, **attention_settings, **own}
-                blocks.append(Block(ElfattAttention(dim, count, **settings), dim, next(drops)))
+                blocks.append(Block(ElfattAttention(dim, count, **settings), dim))
             self.levels.append(nn.Sequential(*blocks))
         self.norm = nn.LayerNorm(dims[-1])
         self.head = nn.Linear(dims[-1], classes) if classes else nn.Identity()
-        self.apply(_initialize)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def features(self, images: Tensor) -> list[Tensor]:
         """Return what each level makes of images, `[B, dim, rows, columns]`, as segmentation and detection need."""
@@ -115,21 +116,15 @@ class Pyramid(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, attention: nn.Module, dim: int, drop_path: float) -> None:
+    def __init__(self, attention: nn.Module, dim: int) -> None:
         super().__init__()
-        self.drop_path = drop_path
         self.norm1, self.attn = nn.LayerNorm(dim), attention
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self._kept(self.attn(self.norm1(x)))
-        return x + self._kept(self.mlp(self.norm2(x)))
-
-    def _kept(self, x: Tensor) -> Tensor:
-        if not (self.training and self.drop_path):
-            return x
-        return x * x.new_empty(len(x), 1, 1, 1).bernoulli_(1 - self.drop_path) / (1 - self.drop_path)
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
 class Patches(nn.Module):
@@ -144,10 +139,3 @@ class Patches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed: Tensor = self.norm(self.project(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
         return normed
-
-
-def _initialize(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear):
-        nn.init.trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)

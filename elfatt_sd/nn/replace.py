@@ -40,10 +40,18 @@ def replace_attention(
     kind, made = type(model).__name__, dict[str, ElfattAttention]()
     found = [name for name, module in model.named_modules() if hasattr(module, "qkv") and hasattr(module, "proj")]
     for name in found[every - 1 :: every]:
-        old = model.get_submodule(name)
+        old: Any = model.get_submodule(name)
         if why := _reason(old):
             raise ElfattError(f"{name} of {kind} cannot be replaced: {why}; use another model, such as vit or deit.")
-        made[name] = _successor(old, block_size=block_size, lepe=lepe, **settings)
+        weight: Any = old.qkv.weight
+        own: Any = {"block_size": block_size, "lepe": lepe, **settings}
+        made[name] = new = ElfattAttention(weight.shape[1], old.num_heads, device="meta", dtype=weight.dtype, **own)
+        for part, module in old.named_children():
+            if part != "attn_drop":
+                setattr(new, part, module)
+        for parameter in () if new.lepe is None else new.lepe.to_empty(device=weight.device).parameters():
+            nn.init.zeros_(parameter)
+        new.train(old.training)
     if not made:
         raise ElfattError(f"{kind} has {len(found)} layers with qkv and proj, of which every={every} takes none.")
     for name, new in made.items():
@@ -72,16 +80,3 @@ def _reason(module: Any) -> str:
         "its heads are not as wide as its tokens": not linear or 3 * linear.in_features != linear.out_features,
     }
     return next((why for why, holds in reasons.items() if holds), "")
-
-
-def _successor(old: Any, **settings: Any) -> ElfattAttention:
-    """Make an `ElfattAttention` with the parts of a layer of attention, and LePE of zeros."""
-    weight = old.qkv.weight
-    new = ElfattAttention(weight.shape[1], old.num_heads, device="meta", dtype=weight.dtype, **settings)
-    for name, part in old.named_children():
-        if name != "attn_drop":
-            setattr(new, name, part)
-    if new.lepe is not None:
-        for parameter in new.lepe.to_empty(device=weight.device).parameters():
-            nn.init.zeros_(parameter)
-    return new.train(old.training)

@@ -179,7 +179,7 @@ class LayerCall:
         if self.candidates is None and self.split is not None:
             known = self.block_input
             metric = known if known is not None and known.shape == tokens.shape else tokens
-            self.candidates = find_candidates(metric, self.split, config.attention_backend)
+            self.candidates = find_candidates(metric, self.split)
         matching = None if self.candidates is None else match_candidates(self.candidates, ratio)
         if reused:
             self.call.matchings[key] = matching

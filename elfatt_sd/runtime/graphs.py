@@ -184,7 +184,12 @@ class Graphs:
         self._pool = graph.pool
         if call is None:
             return graph, buffers, graph.capture(lambda: (self.forward(*args, **kwargs), None))
-        patch, twin = vars(self.module)[PATCH], _twin(call, read)
+        patch, twin = vars(self.module)[PATCH], copy.copy(call)  # whose layers read buffers, and leave what they make
+        twin.last, twin.matchings, twin.states = False, read["matchings"], {}  # the call itself lets go of what is left
+        twin.takings = {cut: Taking(taken) for cut, taken in read["taken"].items()}
+        for index, state in call.states.items():
+            twin.states[index] = own = copy.copy(state)
+            own.call, (own.prepared, own.split, own.residuals) = twin, read["layers"][index]
         patch.enter(twin)
         try:
             return graph, buffers, graph.capture(lambda: (self.forward(*args, **kwargs), _left(twin, call)))
@@ -299,17 +304,6 @@ def _read(call: Call) -> dict[str, Any]:
         "taken": {cut: taking.taken for cut, taking in call.takings.items()},
         "matchings": call.matchings,
     }
-
-
-def _twin(call: Call, read: dict[str, Any]) -> Call:
-    """Return a call whose layers read buffers, and leave what they make to themselves."""
-    twin = copy.copy(call)
-    twin.last, twin.matchings, twin.states = False, read["matchings"], {}  # what is left is let go by the call itself
-    twin.takings = {cut: Taking(taken) for cut, taken in read["taken"].items()}
-    for index, state in call.states.items():
-        twin.states[index] = own = copy.copy(state)
-        own.call, (own.prepared, own.split, own.residuals) = twin, read["layers"][index]
-    return twin
 
 
 def _left(twin: Call, call: Call) -> dict[Any, Any]:

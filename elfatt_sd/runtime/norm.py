@@ -36,28 +36,23 @@ def run_kernel(x, means, squares, rows, channels, BR: tl.constexpr, BC: tl.const
 @triton.jit  # type: ignore[untyped-decorator]
 def group_kernel(means, squares, mean_of, scale_of, rows, channels, runs, size, eps, BR: tl.constexpr,
                  BK: tl.constexpr, BG: tl.constexpr):  # fmt: skip
-    """Join the runs of a group's channels (Chan, Golub and LeVeque, 1983): program `(group, image)`."""
+    """Join the runs of a group's channels: program `(group, image)`."""
     group, image, channel = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.arange(0, BG)
     whole = (rows * size).to(tl.float32)
-    total = tl.zeros([BK, BG], tl.float32)
+    near = tl.load(means + image * runs * channels + group * size)  # so near the mean that squares lose nothing
+    moved, total = tl.zeros([BK, BG], tl.float32), tl.zeros([BK, BG], tl.float32)
     for begin in range(0, runs, BK):
         run = begin + tl.arange(0, BK)
         inside = (run < runs)[:, None] & (channel < size)[None, :]
         at = (image * runs + run[:, None]) * channels + group * size + channel[None, :]
         count = tl.minimum(rows - run * BR, BR).to(tl.float32)[:, None]
-        total += tl.load(means + at, mask=inside, other=0.0) * count
-    mean = tl.sum(tl.sum(total, 1), 0) / whole
-    total = tl.zeros([BK, BG], tl.float32)
-    for begin in range(0, runs, BK):
-        run = begin + tl.arange(0, BK)
-        inside = (run < runs)[:, None] & (channel < size)[None, :]
-        at = (image * runs + run[:, None]) * channels + group * size + channel[None, :]
-        count = tl.minimum(rows - run * BR, BR).to(tl.float32)[:, None]
-        apart = tl.load(means + at, mask=inside, other=0.0) - mean
-        total += tl.where(inside, tl.load(squares + at, mask=inside, other=0.0) + apart * apart * count, 0.0)
+        apart = tl.where(inside, tl.load(means + at, mask=inside, other=0.0) - near, 0.0)
+        moved += apart * count
+        total += tl.load(squares + at, mask=inside, other=0.0) + apart * apart * count
+    step = tl.sum(tl.sum(moved, 1), 0) / whole
     place = image * tl.num_programs(0) + group
-    tl.store(mean_of + place, mean)
-    tl.store(scale_of + place, 1 / tl.sqrt(tl.sum(tl.sum(total, 1), 0) / whole + eps))
+    tl.store(mean_of + place, near + step)
+    tl.store(scale_of + place, 1 / tl.sqrt(tl.sum(tl.sum(total, 1), 0) / whole - step * step + eps))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -6,7 +6,6 @@ image's side; angles are in radians; the y axis points down. Legend for shapes: 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -29,18 +28,6 @@ PALE = 0.8  # a pattern's second tone: this fraction of white in the background'
 GEOMETRY = ("x", "y", "radius", "rotation", "period", "phase_u", "phase_v", "angle")
 
 
-def _circle(x: Tensor, y: Tensor) -> Tensor:
-    return torch.hypot(x, y) - 0.95
-
-
-def _square(x: Tensor, y: Tensor) -> Tensor:
-    return torch.maximum(x.abs(), y.abs()) - 0.8
-
-
-def _triangle(x: Tensor, y: Tensor) -> Tensor:
-    return torch.maximum(y, math.sqrt(0.75) * x.abs() - 0.5 * y) - 0.52
-
-
 def _star(x: Tensor, y: Tensor) -> Tensor:
     sector, outer, inner = math.pi / 5, 1.1, 0.55
     length = torch.hypot(x, y)
@@ -58,18 +45,17 @@ def _heart(x: Tensor, y: Tensor) -> Tensor:
     return 1.75 * torch.where(x + y > 1, lobe, edge)
 
 
-def _cross(x: Tensor, y: Tensor) -> Tensor:
-    x, y = x.abs(), y.abs()
-    return torch.minimum(torch.maximum(x - 0.95, y - 0.34), torch.maximum(x - 0.34, y - 0.95))
+def _bar(x: Tensor, y: Tensor) -> Tensor:
+    return torch.maximum(x.abs() - 0.95, y.abs() - 0.34)
 
 
 _DISTANCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "circle": _circle,
-    "square": _square,
-    "triangle": _triangle,
+    "circle": lambda x, y: torch.hypot(x, y) - 0.95,
+    "square": lambda x, y: torch.maximum(x.abs(), y.abs()) - 0.8,
+    "triangle": lambda x, y: torch.maximum(y, math.sqrt(0.75) * x.abs() - 0.5 * y) - 0.52,
     "star": _star,
     "heart": _heart,
-    "cross": _cross,
+    "cross": lambda x, y: torch.minimum(_bar(x, y), _bar(y, x)),
 }
 
 
@@ -77,29 +63,17 @@ def _cell(u: Tensor) -> Tensor:
     return torch.remainder(u, 1) - 0.5
 
 
-def _plain(u: Tensor, v: Tensor) -> Tensor:
-    return torch.full_like(u, -1.0)
-
-
-def _striped(u: Tensor, v: Tensor) -> Tensor:
-    return _cell(u).abs() - 0.25
-
-
 def _checkered(u: Tensor, v: Tensor) -> Tensor:
-    across, along = _striped(u, v), _striped(v, u)
+    across, along = _cell(u).abs() - 0.25, _cell(v).abs() - 0.25
     return -torch.sign(across * along) * torch.minimum(across.abs(), along.abs())
-
-
-def _dotted(u: Tensor, v: Tensor) -> Tensor:
-    return 0.3 - torch.hypot(_cell(u), _cell(v))
 
 
 # Signed distance into a pattern's second tone, in periods.
 _TONES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "plain": _plain,
-    "striped": _striped,
+    "plain": lambda u, v: torch.full_like(u, -1.0),
+    "striped": lambda u, v: _cell(u).abs() - 0.25,
     "checkered": _checkered,
-    "dotted": _dotted,
+    "dotted": lambda u, v: 0.3 - torch.hypot(_cell(u), _cell(v)),
 }
 PATTERNS = tuple(_TONES)
 SHAPES = tuple(_DISTANCES)
@@ -109,24 +83,6 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "pattern": PATTERNS,
     "background": tuple(COLORS),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Scene:
-    """One image's labels and geometry."""
-
-    shape: str  # the object's shape, of `SHAPES`
-    color: str  # the object's colour, of `COLORS`
-    pattern: str  # the background's pattern, of `PATTERNS`
-    background: str  # the background's colour, of `COLORS`, another one than the object's
-    x: float = 0.5  # horizontal position of the object's centre
-    y: float = 0.5  # vertical position of the object's centre
-    radius: float = 0.25  # about half the object's extent
-    rotation: float = 0.0  # the object's rotation
-    period: float = 0.25  # length after which the pattern repeats
-    phase_u: float = 0.0  # shift of the pattern across, in periods
-    phase_v: float = 0.0  # shift of the pattern along, in periods
-    angle: float = 0.0  # the pattern's rotation
 
 
 def sample_parameters(count: int, generator: torch.Generator, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -153,17 +109,11 @@ def sample_parameters(count: int, generator: torch.Generator, scale: float = 1.0
     return labels, torch.stack(columns, 1)
 
 
-def sample_scenes(count: int, seed: int, scale: float = 1.0) -> list[Scene]:
-    """Draw `count` scenes; the same seed gives the same scenes on every machine."""
-    labels, geometry = sample_parameters(count, torch.Generator().manual_seed(seed), scale)
-    names = [[values[i] for values, i in zip(ATTRIBUTES.values(), row, strict=True)] for row in labels.tolist()]
-    return [Scene(*name, *numbers) for name, numbers in zip(names, geometry.tolist(), strict=True)]
-
-
-def scene_labels(scenes: Sequence[Scene]) -> Tensor:
-    """Labels as indices, `[n, 4]` int64 in the order of `ATTRIBUTES`."""
-    rows = [[values.index(getattr(scene, name)) for name, values in ATTRIBUTES.items()] for scene in scenes]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, len(ATTRIBUTES))
+def sample_prompts(count: int, seed: int) -> list[str]:
+    """Draw prompts; the same seed gives the same ones on every machine."""
+    labels, _ = sample_parameters(count, torch.Generator().manual_seed(seed))
+    names = ([values[i] for values, i in zip(ATTRIBUTES.values(), row, strict=True)] for row in labels.tolist())
+    return [describe(*each) for each in names]
 
 
 def class_labels(classes: Sequence[tuple[str, str, str, str]]) -> Tensor:
@@ -172,15 +122,8 @@ def class_labels(classes: Sequence[tuple[str, str, str, str]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
-def render(scenes: Sequence[Scene], size: int = 256, device: str | torch.device = "cpu") -> Tensor:
-    """Draw scenes."""
-    geometry = [[getattr(scene, name) for name in GEOMETRY] for scene in scenes]
-    numbers = torch.tensor(geometry, dtype=torch.float32, device=device).view(-1, len(GEOMETRY))
-    return render_parameters(scene_labels(scenes).to(device), numbers, size)
-
-
 def render_parameters(labels: Tensor, geometry: Tensor, size: int = 256) -> Tensor:
-    """Draw scenes given as tensors, as `sample_parameters` returns them; see `render`."""
+    """Draw scenes given as tensors, as `sample_parameters` returns them."""
     x0, y0, radius, rotation, period, phase_u, phase_v, angle = geometry[:, :, None, None].unbind(1)
     shape, color, pattern, background = labels.unbind(1)
     ticks = (torch.arange(size, device=labels.device, dtype=torch.float32) + 0.5) / size
@@ -223,11 +166,6 @@ def describe(shape: str, color: str, pattern: str, background: str) -> str:
     """The prompt for a combination of labels."""
     article = "an" if color[0] in "aeiou" else "a"
     return f"{article} {color} {shape} on a {pattern} {background} background"
-
-
-def caption(scene: Scene) -> str:
-    """The prompt that describes a scene, such as "a red star on a striped blue background"."""
-    return describe(scene.shape, scene.color, scene.pattern, scene.background)
 
 
 CLASSES: tuple[tuple[str, str, str, str], ...] = tuple(

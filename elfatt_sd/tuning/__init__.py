@@ -31,7 +31,7 @@ from elfatt_sd.patch import patches_of, remove_patch, restored
 from elfatt_sd.phases import StepReuse, reused_steps
 from elfatt_sd.runtime.layer import fitted
 from elfatt_sd.toy import EMBEDDED
-from elfatt_sd.toy.renderer import caption, sample_scenes
+from elfatt_sd.toy.renderer import sample_prompts
 from elfatt_sd.tuning.model import Choice, Predictor
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
 from elfatt_sd.tuning.proof import (
@@ -190,7 +190,7 @@ def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
     where = str(getattr(pipe.config, "_name_or_path", ""))
     embedded = next((name for name, each in EMBEDDED.items() if where == str(each.folder)), "")
     if embedded:
-        return (*own_settings(pipe, embedded), list(map(caption, sample_scenes(32, 1))))
+        return (*own_settings(pipe, embedded), sample_prompts(32, 1))
     prompts = [prompt for _, prompt in read_prompts(PromptFile("images"))]
     return (*own_settings(pipe, ""), prompts[:: len(prompts) // 16])
 

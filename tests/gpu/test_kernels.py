@@ -22,9 +22,8 @@ from support import tiny_pipelines as tiny
 from torch import Tensor
 
 import elfatt_sd
-from elfatt_sd.attention import joint, merging
+from elfatt_sd.attention import joint
 from elfatt_sd.attention.joint import Keys
-from elfatt_sd.attention.merging import Split, split_grid
 from elfatt_sd.attention.ordering import Grid, lattice_order
 from elfatt_sd.attention.softmax import sampled_attention, triton_takes
 from elfatt_sd.config import PatchConfig
@@ -67,21 +66,6 @@ def cells(
     return wanted, kernels.cells(q, k, v, number, groups, weighted=weighted, context=context)
 
 
-def matched(batch: int, grid: tuple[int, int], stride: int, channels: int, first: bool) -> tuple[Tensor, Tensor]:
-    """Similarities, and the similarities at the places that were found: ties may be settled otherwise."""
-    metric = normal(batch, grid[0] * grid[1], channels)
-    metric = metric.mT.contiguous().mT if first else metric
-    metric[:, 3] = 0
-    split = Split.of(split_grid(*grid, stride), (grid[0] // stride) * (grid[1] // stride))
-    sources, destinations = split.places[: split.sources], split.places[split.sources :]
-    similarity, nearest = merging.most_similar(metric, sources.long(), destinations.long())
-    own_similarity, own = kernels.most_similar(metric, sources, destinations)
-    unit = torch.nn.functional.normalize(metric, dim=2)
-    at_own = (unit[:, sources] * unit[:, destinations].gather(1, own[..., None].expand(-1, -1, channels))).sum(2)
-    assert (own == nearest).float().mean() > 0.9
-    return torch.stack([similarity, similarity]), torch.stack([own_similarity, at_own])
-
-
 def normalised(channels: int, sides: tuple[int, int], groups: int, silu: bool) -> tuple[Tensor, Tensor]:
     """Far from zero, where a sum of squares would lose what the formula in float64 keeps."""
     x = (3 * normal(2, channels, *sides) + 20).to(memory_format=torch.channels_last)
@@ -105,17 +89,13 @@ def cases() -> dict[str, tuple[Tensor, Tensor]]:
     for tokens, weighted in itertools.product((96, 103), (True, False)):
         made[f"cells, {tokens} tokens, {weighted}"] = cells(tokens, 8, 3, 48, weighted, text(48, mask))
     made["cells, without text"] = cells(103, 12, 2, 128, True, None)
-    for batch, grid, stride, channels, first in ((2, (12, 14), 2, 40, True), (1, (9, 17), 4, 33, False)):
-        made[f"matching, {grid}, {channels} channels"] = matched(batch, grid, stride, channels, first)
     return made
 
 
 def drawn(pipe: Any, config: PatchConfig, **options: int) -> tuple[Tensor, Tensor]:
     """Images of a patched pipeline with PyTorch's attention, and with the kernels."""
-    calls = []
-    for name in ("attend", "most_similar"):
-        inner = getattr(kernels, name)
-        setattr(kernels, name, lambda *args, _inner=inner, **given: (calls.append(0), _inner(*args, **given))[1])
+    calls, inner = [], kernels.attend
+    kernels.attend = lambda *args, **given: (calls.append(0), inner(*args, **given))[1]
     run = checks.runner(pipe, num_inference_steps=2, **options)
     images = []
     for backend in ("auto", "triton"):
@@ -132,7 +112,6 @@ def pipelines(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     return {
         "pipeline sampled": drawn(sd15, sampled_keys),
         "pipeline cell_spread": drawn(sd15, cell_keys),
-        "pipeline tome": drawn(sd15, PatchConfig.preset("tome")),
         "pipeline flux": drawn(tiny_transformers.flux(folder), sampled_keys, height=32, width=32),
     }
 
@@ -143,7 +122,7 @@ def on_a_gpu(test: Any) -> Any:
 
 
 def test_kernels_are_the_pure_functions() -> None:
-    """Also through pipelines: a UNet, merged tokens, and a transformer with text; in a process of its own."""
+    """Also through pipelines: a UNet, and a transformer with text; in a process of its own."""
     pytest.importorskip("triton")  # it is there for Linux
     here = Path(__file__)
     places = os.pathsep.join(str(here.parents[up]) for up in (1, 2))

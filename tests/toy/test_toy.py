@@ -12,7 +12,16 @@ from diffusers import FluxPipeline, StableDiffusionPipeline
 import elfatt_sd
 from elfatt_sd.toy import EMBEDDED, GUIDANCE, TOY, renderer
 from elfatt_sd.toy.features import CLASSIFIER_FILE, load_feature_extractor
-from elfatt_sd.toy.renderer import ATTRIBUTES, CLASS_PROMPTS, CLASSES, Scene, class_labels, render, sample_scenes
+from elfatt_sd.toy.renderer import (
+    ATTRIBUTES,
+    CLASS_PROMPTS,
+    CLASSES,
+    class_labels,
+    describe,
+    render_parameters,
+    sample_parameters,
+    sample_prompts,
+)
 from tools.toy import quality
 from tools.toy.models import TOKENS
 
@@ -30,6 +39,10 @@ def transformer() -> Any:
 @pytest.fixture(scope="module")
 def classifier():
     return load_feature_extractor()
+
+
+def scenes(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return sample_parameters(count, torch.Generator().manual_seed(seed))
 
 
 def size(folder: Path) -> int:
@@ -53,7 +66,7 @@ def test_they_have_the_layers_that_methods_are_made_for_and_load_in_half_precisi
     with pytest.warns(UserWarning, match="many times slower"):
         half = elfatt_sd.load_pipeline("toy", device="cpu", dtype="float16")
     assert {part.dtype for part in (half.unet, half.vae, half.text_encoder)} == {torch.float16}
-    images = 2 * render(sample_scenes(2, 11)) - 1
+    images = 2 * render_parameters(*scenes(2, 11)) - 1
     with torch.inference_mode():
         restored = pipeline.vae.decode(pipeline.vae.encode(images).latent_dist.mean).sample
     error = (restored.clamp(-1, 1) - images).square().mean((1, 2, 3))
@@ -75,7 +88,7 @@ def test_every_word_is_one_token(pipeline):
 def test_the_classifier_reads_held_out_renders_and_its_distance_grows_with_damage(classifier):
     accuracy = quality.classifier_accuracy(classifier, 256)
     assert set(accuracy) == set(ATTRIBUTES) and min(accuracy.values()) >= 0.98, accuracy
-    images = quality.to_bytes(render(sample_scenes(5, 2)))
+    images = quality.to_bytes(render_parameters(*scenes(5, 2)))
     together = classifier(images)
     assert (together.shape, together.dtype) == ((5, 64), torch.float32)
     alone = torch.cat([classifier(images[i : i + 1]) for i in range(5)])
@@ -98,16 +111,18 @@ def test_images_are_as_asked(request: pytest.FixtureRequest, classifier, name: s
 
 
 def test_pictures_do_not_depend_on_their_batch_and_labels_are_drawn_equally_often():
-    scenes = sample_scenes(4000, 1)
-    images = render(scenes[:12], 64)
+    labels, geometry = scenes(4000, 1)
+    images = render_parameters(labels[:12], geometry[:12], 64)
     assert (images.shape, images.dtype) == ((12, 3, 64, 64), torch.float32)
     assert images.min() >= 0 and images.max() <= 1
-    torch.testing.assert_close(torch.cat([render([scene], 64) for scene in scenes[:12]]), images)
-    labels = renderer.scene_labels(scenes)
+    alone = [render_parameters(labels[place, None], geometry[place, None], 64) for place in range(12)]
+    torch.testing.assert_close(torch.cat(alone), images)
     for column, values in zip(labels.T, ATTRIBUTES.values(), strict=True):
         shares = torch.bincount(column, minlength=len(values)) / len(labels)
         assert (shares * len(values) - 1).abs().max() < 0.25
     assert (labels[:, 1] != labels[:, 3]).all()
-    assert renderer.caption(Scene("star", "red", "striped", "blue")) == "a red star on a striped blue background"
-    assert renderer.describe("star", "orange", "plain", "blue").startswith("an orange star")
+    assert describe("star", "red", "striped", "blue") == "a red star on a striped blue background"
+    prompts = [CLASS_PROMPTS[CLASSES.index(each)] for each in CLASSES if class_labels([each]).equal(labels[:1])]
+    assert sample_prompts(2, 1)[:1] == prompts
+    assert describe("star", "orange", "plain", "blue").startswith("an orange star")
     assert len(set(CLASS_PROMPTS)) == len(CLASSES) == 6 * 4 * 8 * 7  # the colours of object and background differ

@@ -23,7 +23,7 @@ from torch.nn import functional
 from elfatt_sd.files import write_file
 from elfatt_sd.toy import GUIDANCE, TOY
 from elfatt_sd.toy.features import ToyClassifier, load_feature_extractor
-from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES, class_labels, describe, render, sample_scenes, scene_labels
+from elfatt_sd.toy.renderer import ATTRIBUTES, CLASSES, class_labels, describe, render_parameters, sample_parameters
 from tools.toy.models import write_json
 
 SIDE = 256  # of the images that the classifier was made for
@@ -66,9 +66,9 @@ def to_bytes(images: Tensor) -> Tensor:
 
 def renders(count: int, seed: int, size: int) -> Iterator[Tensor]:
     """Yield held-out renders as uint8 `[n, 3, size, size]`."""
-    scenes = sample_scenes(count, seed)
-    for start in range(0, count, 32):
-        yield to_bytes(render(scenes[start : start + 32], size))
+    drawn = sample_parameters(count, torch.Generator().manual_seed(seed))
+    for part in zip(*(torch.split(each, 32) for each in drawn), strict=True):
+        yield to_bytes(render_parameters(*part, size))
 
 
 def shrink(images: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def predicted(classifier: ToyClassifier, images: Tensor) -> Tensor:
 
 def classifier_accuracy(classifier: ToyClassifier, count: int = 512, size: int = 256) -> dict[str, float]:
     """Fraction of held-out renders that the classifier reads right, per attribute."""
-    truth = scene_labels(sample_scenes(count, FLOOR_SEED))
+    truth, _ = sample_parameters(count, torch.Generator().manual_seed(FLOOR_SEED))
     guesses = torch.cat([predicted(classifier, images) for images in renders(count, FLOOR_SEED, size)])
     return by_attribute(guesses == truth)
 

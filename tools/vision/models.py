@@ -57,7 +57,7 @@ def timed_model(name: str, row: str) -> nn.Module:
     """Return an untrained `vit` (ViT-Ti with patches of 16 pixels), `sequence` (as for Long Range Arena) or pyramid."""
     if name == "sequence":
         settings = {"block_size": 64, **ATTENTIONS[row]}
-        return nn.Sequential(*(Block(ElfattAttention(64, 2, qkv_bias=True, **settings), 64, 0.0) for _ in range(2)))
+        return nn.Sequential(*(Block(ElfattAttention(64, 2, qkv_bias=True, **settings), 64) for _ in range(2)))
     if name == "vit":
         model = Pyramid((12,), (192,), (3,), 64, every=(1,), attention=row, overlap=False)
         first: Any = model.levels[0]
