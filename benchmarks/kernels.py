@@ -34,9 +34,8 @@ _USED = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """Yield the kernels: their names, themselves, types of their arguments, constants and options."""
-    flags = {"ORDERED": True, "SEEN": False, "TEXT": False, "BIAS": False, "CELLS": False}
+    flags = {"ORDERED": True, "TEXT": False, "BIAS": False}
     kinds = {"sampled": {}, "sampled with text": {"TEXT": True, "BIAS": True}}
-    kinds["cells with text"] = {"ORDERED": False, "SEEN": True, "TEXT": True, "BIAS": False, "CELLS": True}
     for size in HEADS:
         blocks, options = kernels.sizes(size)
         for name, own in kinds.items():
@@ -52,9 +51,9 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[
 
 def sampled_types() -> dict[str, str]:
     """Return the types of the pointers and of what is not a whole number."""
-    halves = dict.fromkeys(("q", "k", "v", "out", "seen", "text_k", "text_v", "text_bias"), "*fp16")
-    numbers = dict.fromkeys(("scale", "log_weight", "log_text", "log_larger"), "fp32")
-    return halves | numbers | {"order": "*i64", "seen_total": "*fp32"}
+    halves = dict.fromkeys(("q", "k", "v", "out", "text_k", "text_v", "text_bias"), "*fp16")
+    numbers = dict.fromkeys(("scale", "log_weight", "log_text"), "fp32")
+    return halves | numbers | {"order": "*i64"}
 
 
 def compile_for(

@@ -171,10 +171,6 @@ class CellSpread(Attention):
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         q, k, v = layer.project(tokens)
         given: dict[str, Any] = {"weighted": self.weighted, "context": layer.context}
-        if 1 not in (prepared.cells, prepared.groups) and triton_takes(layer.kernel["backend"], q, k, v):
-            from elfatt_sd.attention.triton import cells
-
-            return cells(q, k, v, prepared.cells, prepared.groups, **given)
         given["fp32_logits"] = layer.kernel["fp32_logits"]
         return cell_joint_attention(q, k, v, prepared.cells, prepared.groups, **given)
 

@@ -58,14 +58,6 @@ def text(size: int, mask: Tensor | None = None, stands_for: float = 1.0) -> Keys
     return Keys(*normal(2, 2, 11, 2, size, seed=2), mask, stands_for)
 
 
-def cells(
-    tokens: int, number: int, groups: int, size: int, weighted: bool, context: Keys | None
-) -> tuple[Tensor, Tensor]:
-    q, k, v = normal(3, 2, tokens, 2, size)
-    wanted = joint.cell_joint_attention(q, k, v, number, groups, weighted=weighted, context=context)
-    return wanted, kernels.cells(q, k, v, number, groups, weighted=weighted, context=context)
-
-
 def normalised(channels: int, sides: tuple[int, int], groups: int, silu: bool) -> tuple[Tensor, Tensor]:
     """Far from zero, where a sum of squares would lose what the formula in float64 keeps."""
     x = (3 * normal(2, channels, *sides) + 20).to(memory_format=torch.channels_last)
@@ -86,16 +78,13 @@ def cases() -> dict[str, tuple[Tensor, Tensor]]:
     texts = {"text": text(72), "mask": text(72, mask), "bias": text(72, normal(2, 11)), "weight": text(72, None, 3.0)}
     for name, own in texts.items():
         made[f"sampled, {name}"] = sampled(Grid(1, 9, 13), 20, 2, 72, own)
-    for tokens, weighted in itertools.product((96, 103), (True, False)):
-        made[f"cells, {tokens} tokens, {weighted}"] = cells(tokens, 8, 3, 48, weighted, text(48, mask))
-    made["cells, without text"] = cells(103, 12, 2, 128, True, None)
     return made
 
 
 def drawn(pipe: Any, config: PatchConfig, **options: int) -> tuple[Tensor, Tensor]:
     """Images of a patched pipeline with PyTorch's attention, and with the kernels."""
-    calls, inner = [], kernels.attend
-    kernels.attend = lambda *args, **given: (calls.append(0), inner(*args, **given))[1]
+    calls, inner = [], kernels.sampled
+    kernels.sampled = lambda *args, **given: (calls.append(0), inner(*args, **given))[1]
     run = checks.runner(pipe, num_inference_steps=2, **options)
     images = []
     for backend in ("auto", "triton"):
@@ -108,10 +97,8 @@ def drawn(pipe: Any, config: PatchConfig, **options: int) -> tuple[Tensor, Tenso
 def pipelines(folder: Path) -> dict[str, tuple[Tensor, Tensor]]:
     sd15 = tiny.sd15(folder, **tiny.ONE_LEVEL)
     sampled_keys = PatchConfig("sampled", (Phase(1.0, "sampled", keys=8),), levels=2)
-    cell_keys = PatchConfig("cell_spread", (Phase(1.0, "cell_spread", cell=8, block_size=16),))
     return {
         "pipeline sampled": drawn(sd15, sampled_keys),
-        "pipeline cell_spread": drawn(sd15, cell_keys),
         "pipeline flux": drawn(tiny_transformers.flux(folder), sampled_keys, height=32, width=32),
     }
 
