@@ -270,7 +270,7 @@ class Next(Suite):
         own = [Phase(1.0, "sampled", keys=512).attention, Phase(1.0, "cell_spread", block_size=512, cell=64).attention]
         for attention in own:
             prepared = attention.prepare(grid, Draws(0, 0, 0, self.device))
-            for backend in ("native", "triton")[: 1 + (attention.name == "sampled")]:
+            for backend in ("native", "triton") if attention.name == "sampled" else ("native",):
                 given = (q, k, v, attention, prepared, backend)
                 calls[f"{attention.name}, {backend}"] = partial(self.sampled, *given)
         return calls
