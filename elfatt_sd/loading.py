@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
 import os
 import re
 import textwrap
@@ -131,6 +132,8 @@ def call_loader(
     model: str | Path, load: Callable[..., Any], *args: Any, source: str = "", what: str = "model", **options: Any
 ) -> Any:
     """Call a loader of diffusers, which raises errors of any kind for a model that is damaged or not there."""
+    importing = logging.getLogger("transformers.utils.import_utils")
+    importing.addFilter(_concerns_us)
     try:
         return load(*args, **options)
     except Exception as error:
@@ -147,6 +150,13 @@ def call_loader(
                 "alone, or allow pickles with allow_pickle=True (--allow-pickle)."
             )
         raise failed(f"{what}={str(model)!r} could not be loaded{source}: {reason}") from error
+    finally:
+        importing.removeFilter(_concerns_us)
+
+
+def _concerns_us(record: logging.LogRecord) -> bool:
+    """Tell what transformers says of its imports from what diffusers imports without need."""
+    return "requires torchvision" not in record.getMessage()
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
