@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -227,7 +227,7 @@ def read_lora(given: str) -> tuple[str, str | None, float]:
     path, scale = re.findall(r"(?s)^(.*?)(?::(-?\d*\.?\d+))?$", given)[0]
     files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
     if len(files) == 1 and os.path.isfile(files[0]):
-        names = call_loader(path, lambda: list(safe_open(files[0], "np").keys()), what="lora")
+        names = call_loader(path, lambda: list(cast("Any", safe_open(files[0], "np")).keys()), what="lora")
         if any("lora" in name.lower() for name in names):
             return str(files[0].parent), files[0].name, float(scale or 1)
     elif (hub := _HUB_LORA.fullmatch(path)) and not os.path.isdir(path):

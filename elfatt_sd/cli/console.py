@@ -138,3 +138,4 @@ def quiet_libraries() -> None:
         logging.set_verbosity(logging.CRITICAL)
         logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd EXIF data and large images
+    warnings.filterwarnings("ignore", "Already found a `peft_config`")  # of a second LoRA

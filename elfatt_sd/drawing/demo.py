@@ -40,7 +40,7 @@ def make_page(load: Load, models: Sequence[str], method: str = "elfatt-fast", st
                 raise ElfattError("stopped")
 
         stop.clear()
-        asked = {name: value or None for name, value in zip(SETTINGS, given[5:], strict=True)}
+        asked: dict[str, Any] = {name: value or None for name, value in zip(SETTINGS, given[5:], strict=True)}
         try:
             return draw_for_page(cached, *given[:5], on_step=tell, **asked)
         except ElfattError as error:

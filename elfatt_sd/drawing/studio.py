@@ -461,7 +461,7 @@ def begin_with(
     dimensions_of(made).check(*reversed(size))
     if size != [*image.size]:
         warnings.warn("the image of {}x{} is cut and resized to {}x{}.".format(*image.size, *size), stacklevel=3)
-        image = ImageOps.fit(image, size)
+        image = ImageOps.fit(image, (size[0], size[1]))
     return made, {**inputs, "image": image}, (size[1], size[0])
 
 
