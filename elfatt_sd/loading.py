@@ -5,20 +5,21 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import logging
 import os
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from elfatt_sd.devices import accelerators
-from elfatt_sd.errors import ElfattError, ElfattFailure
+from elfatt_sd.errors import ElfattError, ElfattFailure, need
 from elfatt_sd.families.shapes import SHAPE_NAMES
 from elfatt_sd.files import visible
 from elfatt_sd.toy import EMBEDDED
@@ -127,8 +128,12 @@ _NOT_REACHED = {"ConnectionError", "TransportError", "Timeout", "TimeoutError", 
 _REACHED = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "RemoteEntryNotFoundError"}
 
 
-def call_loader(model: str | Path, load: Callable[..., Any], *args: Any, source: str = "", **options: Any) -> Any:
+def call_loader(
+    model: str | Path, load: Callable[..., Any], *args: Any, source: str = "", what: str = "model", **options: Any
+) -> Any:
     """Call a loader of diffusers, which raises errors of any kind for a model that is damaged or not there."""
+    importing = logging.getLogger("transformers.utils.import_utils")
+    importing.addFilter(_concerns_us)
     try:
         return load(*args, **options)
     except Exception as error:
@@ -144,7 +149,14 @@ def call_loader(model: str | Path, load: Callable[..., Any], *args: Any, source:
                 f"{reason.rstrip('.')}; give variant='fp16' (--variant fp16) where its weights are *.fp16.safetensors "
                 "alone, or allow pickles with allow_pickle=True (--allow-pickle)."
             )
-        raise failed(f"model={str(model)!r} could not be loaded{source}: {reason}") from error
+        raise failed(f"{what}={str(model)!r} could not be loaded{source}: {reason}") from error
+    finally:
+        importing.removeFilter(_concerns_us)
+
+
+def _concerns_us(record: logging.LogRecord) -> bool:
+    """Tell what transformers says of its imports from what diffusers imports without need."""
+    return "requires torchvision" not in record.getMessage()
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -209,10 +221,43 @@ def kind_of_file(path: Path) -> str:
     return kinds[channels]
 
 
+def read_lora(given: str) -> tuple[str, str | None, float]:
+    """Read `PATH[:SCALE]` before anything is loaded: a folder or a repository of the hub, the file in it, the scale."""
+    need("a LoRA", "peft")
+    path, scale = re.findall(r"(?s)^(.*?)(?::(-?\d*\.?\d+))?$", given)[0]
+    files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
+    if len(files) == 1 and os.path.isfile(files[0]):
+        names = call_loader(path, lambda: list(cast("Any", safe_open(files[0], "np")).keys()), what="lora")
+        if any("lora" in name.lower() for name in names):
+            return str(files[0].parent), files[0].name, float(scale or 1)
+    elif (hub := _HUB_LORA.fullmatch(path)) and not os.path.isdir(path):
+        return hub[1], hub[2], float(scale or 1)
+    raise ElfattError(
+        f"lora={given!r} is not there, or is not a LoRA; give a .safetensors file whose weights have 'lora' in their "
+        "names, a folder with one such file, or a hub id. A scale may follow, as in style.safetensors:0.8."
+    )
+
+
+def load_loras(pipe: Any, loras: Mapping[str, tuple[str, str | None, float]]) -> None:
+    """Load LoRAs, by what was given for each, with their scales."""
+    kind, names = type(pipe).__name__, [f"lora_{number}" for number in range(len(loras))]
+    for name, (given, (source, file, _)) in zip(names, loras.items(), strict=True):
+        if not hasattr(pipe, "load_lora_weights"):
+            raise ElfattError(f"lora={given!r} is not accepted; {kind} takes none.")
+        options = {"weight_name": file, "adapter_name": name, "use_safetensors": True}
+        where = f" into a {kind}" if os.path.isdir(source) else " from the hub, and there is no such file here"
+        call_loader(given, pipe.load_lora_weights, source, source=where, what="lora", **options)
+        if not any(name in adapters for adapters in pipe.get_list_adapters().values()):
+            raise ElfattError(f"lora={given!r} fits no layer of {kind}; give one for this kind of model.")
+    if loras:
+        pipe.set_adapters(names, [scale for *_, scale in loras.values()])
+
+
 _EMBEDDED = " or ".join(map(repr, EMBEDDED))
 _DTYPES = {"float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16}
 _DTYPES |= {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_LORA = re.compile(r"([\w.-]+/(?![^/]*\.safetensors$)[\w.-]+)(?:/(.+))?")  # with a file in it, or without
 _DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny_pipelines as tiny
 
 from elfatt_sd.errors import ElfattError, ElfattFailure
-from elfatt_sd.loading import SCHEDULERS, load_pipeline, make_scheduler, pick_device, pick_dtype
+from elfatt_sd.loading import SCHEDULERS, call_loader, load_pipeline, make_scheduler, pick_device, pick_dtype
 
 
 @pytest.fixture(scope="module")
@@ -273,3 +274,17 @@ def test_schedulers_that_would_draw_noise_are_refused() -> None:
         ElfattError, match=r"scheduler='fast' is not known; accepted: ddim, ddpm, .*, lcm, tcd, or a scheduler class"
     ):
         make_scheduler("fast", wan)
+
+
+def test_what_transformers_says_of_torchvision_is_left_out_while_a_model_is_loaded() -> None:
+    logger, told = logging.getLogger("transformers.utils.import_utils"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        for say in (logger.error, lambda text: call_loader("model", logger.error, text)):
+            say("`CLIPImageProcessor` requires torchvision (not installed)")
+            say("another")
+    finally:
+        logger.removeHandler(handler)
+    assert told == ["`CLIPImageProcessor` requires torchvision (not installed)", "another", "another"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ from elfatt_sd import __version__
 from elfatt_sd import errors as checks
 from elfatt_sd.cli import bench, evaluation
 from elfatt_sd.cli.console import (
+    EARLIER,
     OneLineErrors,
     adds_options,
     complain,
@@ -38,6 +40,7 @@ from elfatt_sd.cli.options import (
     Json,
     PatchOptions,
     PipelineOptions,
+    PromptFile,
     Width,
     build_patch,
     takes_drawing,
@@ -51,7 +54,7 @@ from elfatt_sd.toy import EMBEDDED, PROMPT
 if TYPE_CHECKING:
     from elfatt_sd.drawing.studio import OnImage, OnStep, Result, Studio
 
-app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
+app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True, context_settings=EARLIER)
 app.add_typer(evaluation.app, name="eval", help="Measure quality, time and memory of methods.")
 app.add_typer(bench.app, name="bench", help="Time and memory, side by side in one run.")
 
@@ -80,8 +83,10 @@ def _root(
 
 
 @contextmanager
-def progress(images: int, drawings: int | None = None) -> Iterator[tuple[OnStep, OnImage]]:
-    """Show how far the steps of all images are, and print each image; a comparison draws more of them than it has."""
+def progress(
+    images: int, drawings: int | None = None, say: Callable[[str], None] = typer.echo
+) -> Iterator[tuple[OnStep, OnImage]]:
+    """Show how far the steps of all images are, and say each image; a comparison draws more of them than it has."""
     from elfatt_sd.measure import progress_of
 
     total, finished, drawn = drawings or images, 0, 0
@@ -89,7 +94,7 @@ def progress(images: int, drawings: int | None = None) -> Iterator[tuple[OnStep,
     def on_image(said: str, fault: str) -> None:
         nonlocal finished
         finished += 1
-        print(said, flush=True)
+        say(said)
         if fault:
             complain(fault, "warning")
 
@@ -111,7 +116,7 @@ def generate(
     drawing: dict[str, Any],
     source: Any,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts to draw.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="More prompts, one a line.")] = None,
+    prompt_file: PromptFile = None,
     model: Annotated[str, typer.Option(help=f"{MODELS}.")] = "toy",
     seed: Annotated[int, typer.Option(help="Seed of each prompt's first image; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Images for each prompt.")] = 1,
@@ -137,6 +142,7 @@ def generate(
     at: Annotated[
         str, typer.Option(metavar="X,Y", help="--explain: point of the image, whose query is followed.")
     ] = "0.5,0.5",
+    as_json: Json = False,
 ) -> None:
     """Draw images, each a PNG with its settings inside and a JSON file next to it."""
     from elfatt_sd.drawing.compare import closeness, compared
@@ -149,7 +155,7 @@ def generate(
             f"{len(words)} prompts, some of one word, look like one without quotes; give elfatt-sd generate "
             f'"{" ".join(words)}", or --each to draw every one of them (or --prompt-file, one a line).'
         )
-    prompts = [*words, *(read_prompts(prompt_file) if prompt_file else ())]
+    prompts = [*words, *read_prompts(prompt_file)]
     asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
@@ -162,26 +168,33 @@ def generate(
         need("--explain", "matplotlib")
         if not chosen.config.active:
             raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
-    pipe = source(model).load_for(request)
+    pipe, say = source(model).load_for(request), functools.partial(typer.echo, err=as_json)
     if graphs:
-        elfatt_sd.graphs(pipe)
+        elfatt_sd.graphs(pipe, say=say)
     results: list[Result] = []
     studio = Studio(pipe, request, out)
     images = request.num_images * len(prompts)
-    with progress(images, 2 * images + 1 if compare else images) as (studio.on_step, on_image):
+    with progress(images, 2 * images + 1 if compare else images, say) as (studio.on_step, on_image):
         for result in compared(studio) if compare else studio.results():
             results.append(result)
             on_image(result.summary(), result.fault and f"{result.path}: {result.fault}")
     seconds = median(result.seconds for result in results)
-    print(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
+    say(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
     close = [result.psnr_db for result in results if result.psnr_db is not None]
     if len(close) > 1:
-        print(closeness(close))
-    if explain:
-        _explain(studio, results, {"layer": layer, "step": step, "at": point})
+        say(closeness(close))
+    explained = [*_explain(studio, results, {"layer": layer, "step": step, "at": point}, say)] if explain else []
+    if as_json:
+        drawn = [{**_written(result.path), "fault": result.fault or None} for result in results]
+        print(json.dumps({"images": drawn, "explained": explained}, indent=2))
 
 
-def _explain(studio: Studio, results: Sequence[Result], wanted: dict[str, Any]) -> None:
+def _written(path: Path) -> dict[str, Any]:
+    """Return what was written next to an image, with the image's path."""
+    return {"path": str(path), **json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))}
+
+
+def _explain(studio: Studio, results: Sequence[Result], wanted: dict[str, Any], say: Any) -> Iterator[str]:
     """Draw every image once more, watched, and write what was seen next to it; the times are of the first run."""
     from elfatt_sd.evaluation.report.charts import to_png
     from elfatt_sd.visualize import draw, watch
@@ -195,7 +208,8 @@ def _explain(studio: Studio, results: Sequence[Result], wanted: dict[str, Any]) 
             number = f"-layer-{layers.index(look.layer) + 1}" if len(layers) > 1 else ""
             path = result.path.with_name(f"{result.path.stem}-explained{number}-step-{look.step + 1}.png")
             write_file(path, to_png(draw(look, image)))
-            print(path)
+            say(path)
+            yield str(path)
 
 
 @app.command(name="try")
@@ -208,6 +222,7 @@ def try_methods(
     prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="The prompt to draw.")] = None,
     models: Annotated[list[str] | None, typer.Option("--model", help="Another model; several times.")] = None,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="Another prompt; several times.")] = None,
+    prompt_file: PromptFile = None,
     seed: Annotated[int, typer.Option(help="Seed of all images.")] = 0,
     rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
     methods: Annotated[
@@ -219,6 +234,7 @@ def try_methods(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
+    as_json: Json = False,
 ) -> None:
     """Draw a prompt with every method: a strip, times, closeness, and which method to use here.
 
@@ -226,11 +242,11 @@ def try_methods(
     """
     from elfatt_sd.config import PatchConfig, known_method
     from elfatt_sd.drawing.compare import Sheet, Trial
-    from elfatt_sd.drawing.studio import Request, Studio
+    from elfatt_sd.drawing.studio import Request, Studio, read_prompts
     from elfatt_sd.loading import check_model
 
-    words = [" ".join(prompt)] if prompt else []
-    all_prompts, all_models = [*words, *(prompts or ())] or [PROMPT], [*([model] if model else []), *(models or ())]
+    words = [*([" ".join(prompt)] if prompt else []), *(prompts or ()), *read_prompts(prompt_file)]
+    all_prompts, all_models = words or [PROMPT], [*([model] if model else []), *(models or ())]
     sources = {name: source(name) for name in all_models or ["toy"]}
     request = Request((all_prompts[0],), PatchConfig.preset("sd"), model=next(iter(sources)), seed=seed, **drawing)
     checks.whole("rounds", rounds, 1)
@@ -245,12 +261,13 @@ def try_methods(
     else:
         drawn = Trial(Studio(sources[request.model].load_for(request), request, out), chosen, rounds)
     try:
-        with progress(drawn.images) as (on_step, on_image):
+        say = functools.partial(typer.echo, err=as_json)
+        with progress(drawn.images, say=say) as (on_step, on_image):
             drawn.run(on_image, on_step)
     finally:  # what is finished is shown and kept when it is stopped
         if drawn.rows:
             path = drawn.write(out)
-            print(*drawn.figures(), path, sep="\n")
+            print(*[json.dumps(_written(path), indent=2)] if as_json else [*drawn.figures(), path], sep="\n")
 
 
 @app.command()
@@ -305,10 +322,10 @@ def patch(
 TUNE_OPTIONS: dict[str, tuple[Any, Any]] = {  # of `tune`, that go on as they are
     "metric": (Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.")], "psnr"),
     "weights": optional(Path, metavar="FILE", help="Of the network of lpips and dists, torchvision's file."),
-    **{name: DRAWING_OPTIONS[name] for name in ("steps", "guidance", "height", "width", "negative_prompt")},
+    **{name: option for name, option in DRAWING_OPTIONS.items() if name != "scheduler"},
     "frames": optional(int, help="Of a clip; the model's own if not given."),
     "seed": (Annotated[int, typer.Option(help="Of the first image; the next ones count up.")], 0),
-    "images": (Annotated[int, typer.Option(help="Drawn for the proof at most; they end when it is decided.")], 24),
+    "images": optional(int, "--num-images", default=24, help="For the proof at most; they end when it is decided."),
     "presets": (Annotated[bool, typer.Option("--presets/--no-presets", help="Run the presets, too.")], True),
     "reuse": (Annotated[bool, typer.Option("--reuse/--no-reuse", help="Steps may take over from earlier ones.")], True),
 }
@@ -324,27 +341,26 @@ def tune(
     closeness: Annotated[
         float | None, typer.Option(help="Mean closeness to the untouched images, at least: PSNR in dB, or --metric.")
     ] = None,
-    lowest: Annotated[float | None, typer.Option(help="Closeness of the worst of --images images, at least.")] = None,
+    lowest: Annotated[float | None, typer.Option(help="Closeness of the worst of --num-images, at least.")] = None,
     speed: Annotated[float | None, typer.Option(help="Speed, at least: times as fast as untouched.")] = None,
     memory: Annotated[float | None, typer.Option(help="Peak memory in GiB, at most.")] = None,
     confidence: Annotated[float, typer.Option(help="With which closeness and speed are promised.")] = 0.9,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Prompts such as yours, one a line, two at least.")
-    ] = None,
+    prompts: PromptFile = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the settings as JSON, for --config.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a page with the curve and images.")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and what can be promised."""
-    from elfatt_sd.drawing.studio import check_run, own_settings, read_prompts, rows_of, warn_if_too_large
+    from elfatt_sd.drawing import studio
     from elfatt_sd.measure import progress_of
     from elfatt_sd.tuning import tune as tune_pipeline
     from elfatt_sd.tuning.proof import Budget, check_wanted
 
-    budget, guidance = Budget(closeness, speed, memory, lowest, confidence), asked["guidance"]
-    size = asked["height"], asked["width"]
-    check_run(asked["steps"], guidance, asked["seed"], *size)
-    lines = None if prompts is None else read_prompts(prompts)
+    budget, guidance, lora = Budget(closeness, speed, memory, lowest, confidence), asked["guidance"], asked.pop("lora")
+    image, strength, size = asked.pop("image"), asked.pop("strength"), (asked["height"], asked["width"])
+    studio.check_run(asked["steps"], guidance, asked["seed"], *size)
+    studio.read_image(image, strength)
+    lines = studio.read_prompts(prompts) or None
     check_wanted(budget, asked["metric"], lines, asked["images"], asked["frames"])
     if save is not None:
         if save.is_dir():
@@ -354,10 +370,14 @@ def tune(
         check_writable(out)
         need("the page of a tuning (--out)", "jinja2", "matplotlib")
     from_where: PipelineOptions = source(model)
-    pipe = from_where.load()
+    pipe = from_where.load(lora)
+    own_steps, own_guidance = studio.own_settings(pipe, model)
+    if image is not None:
+        pipe, asked["inputs"], size = studio.begin_with(pipe, image, strength, asked["steps"] or own_steps, *size)
+        asked["height"], asked["width"] = size
     pipe.set_progress_bar_config(disable=True)
-    rows = rows_of(pipe, own_settings(pipe, model)[1] if guidance is None else guidance)
-    warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
+    rows = studio.rows_of(pipe, own_guidance if guidance is None else guidance)
+    studio.warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
     with progress_of("steps") as tell:
         found = tune_pipeline(pipe, **vars(budget), prompts=lines, progress=tell, **asked)
     print(json.dumps(found.to_dict(), indent=2) if as_json else found)  # first: a disk may be full

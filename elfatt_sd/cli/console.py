@@ -19,6 +19,8 @@ from elfatt_sd.errors import PACKAGES, ElfattError, ElfattFailure, in_plain_word
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 process = {"own": False}  # whether it runs the command line alone; `main` says so
+# Names of options in earlier versions, which are still taken.
+EARLIER = {"token_normalize_func": lambda name: {"prompts": "prompt-file", "images": "num-images"}.get(name, name)}
 _told: set[str] = set()  # warnings of this command
 
 
@@ -133,6 +135,7 @@ def quiet_libraries() -> None:
     from transformers.utils import logging as transformers_logging
 
     for logging in (diffusers_logging, transformers_logging):
-        logging.set_verbosity_error()
+        logging.set_verbosity(logging.CRITICAL)
         logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of odd EXIF data and large images
+    warnings.filterwarnings("ignore", "Already found a `peft_config`")  # of a second LoRA

@@ -21,6 +21,7 @@ from elfatt_sd.cli.console import (
     output,
     quiet_libraries,
 )
+from elfatt_sd.cli.options import Json
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import check_writable
 
@@ -48,7 +49,7 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
     "variant": optional(str, help="Of its weights: fp16 loads *.fp16.safetensors."),
     "device": optional(str, help="In place of the protocol's device."),
     "dtype": optional(str, help="In place of the protocol's dtype."),
-    "prompts": optional(str, metavar="FILE", help="Prompts: one a line, .csv or .tsv; in place of labels."),
+    "prompts": optional(str, "--prompt-file", metavar="FILE", help="One a line, .csv or .tsv; in place of labels."),
     "reference": optional(str, metavar="SOURCE", help="Folder, .parquet, .npz, or toy."),
     "allow_count": optional(
         bool, "--allow-count", help="Take a reference of another size; the metric's name then says so."
@@ -86,17 +87,18 @@ def run_command(
     ] = False,
     reuse: Reuse = None,
     quiet: Quiet = False,
+    as_json: Json = False,
 ) -> None:
     """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
     from elfatt_sd.evaluation.extraction import is_first
     from elfatt_sd.evaluation.report.data import load_results
     from elfatt_sd.evaluation.report.tables import findings, headline
-    from elfatt_sd.evaluation.run import RunFolder
+    from elfatt_sd.evaluation.run import RESULTS_FILE, RunFolder
     from elfatt_sd.evaluation.stages import evaluate
 
     if dry_run:
         quiet_libraries()
-        _print_plan(RunFolder(out, protocol), reuse or ())
+        _print_plan(RunFolder(out, protocol), reuse or (), as_json)
         return
     check_writable(out)
     others = [RunFolder.open(other) for other in reuse or ()]
@@ -105,8 +107,10 @@ def run_command(
     if is_first():
         results = load_results(out)
         for line in (headline(results), *findings(results)):
-            typer.echo(one_line(line))
-        typer.echo(f"\n{out / 'report' / 'index.html'}")
+            typer.echo(one_line(line), err=as_json)
+        typer.echo(f"\n{out / 'report' / 'index.html'}", err=as_json)
+        if as_json:
+            typer.echo((out / RESULTS_FILE).read_bytes())
         _stop_at([f"row {cell} failed: {reason}" for cell, reason in failed.items()])
 
 
@@ -148,7 +152,7 @@ def reference_command(protocol: Any, quiet: Quiet = False) -> None:
 
 
 @app.command("score")
-def score_command(run: RunDir, quiet: Quiet = False) -> None:
+def score_command(run: RunDir, quiet: Quiet = False, as_json: Json = False) -> None:
     """Score the images of a run against the reference and against the untouched pipeline."""
     from elfatt_sd.evaluation.extraction import leave_processes
     from elfatt_sd.evaluation.run import RunFolder
@@ -160,7 +164,9 @@ def score_command(run: RunDir, quiet: Quiet = False) -> None:
         score(opened, _reporter(quiet))
         leave_processes()
         if first:
-            opened.write_results()
+            results = opened.write_results()
+            if as_json:
+                typer.echo(json.dumps(results, indent=2))
 
 
 @app.command("report")
@@ -196,20 +202,24 @@ def verify_command(
     typer.echo(f"{run}: images and figures are as they were made")
 
 
-def _print_plan(run: RunFolder, reuse: Sequence[Path]) -> None:
+def _print_plan(run: RunFolder, reuse: Sequence[Path], as_json: bool) -> None:
     from rich.table import Table
 
     from elfatt_sd.evaluation.stages import obstacles, outlook
 
-    table = Table("cell", "label", "role", "settings", title=f"{run.protocol.name} {run.protocol.identity[:12]}")
-    for cell in run.protocol.cells:
-        settings = ", ".join(f"{key} {value}" for key, value in cell.shown.items())
-        table.add_row(cell.name, one_line(cell.label), cell.role, one_line(settings))
-    console = output()
-    console.print(table)
-    found = obstacles(run, reuse)
+    found, lines, protocol = obstacles(run, reuse), list[str](), run.protocol
     with contextlib.suppress(ElfattError):  # it is among the obstacles
-        console.print("\n".join(outlook(run)))
+        lines = outlook(run)
+    if as_json:
+        rows = [{"cell": each.name, "label": each.label, "role": each.role, **each.shown} for each in protocol.cells]
+        data = {"name": protocol.name, "identity": protocol.identity, "rows": rows, "outlook": lines}
+        typer.echo(json.dumps(data | {"obstacles": found}, indent=2, default=str))
+    else:
+        table = Table("cell", "label", "role", "settings", title=f"{protocol.name} {protocol.identity[:12]}")
+        for cell in protocol.cells:
+            settings = ", ".join(f"{key} {value}" for key, value in cell.shown.items())
+            table.add_row(cell.name, one_line(cell.label), cell.role, one_line(settings))
+        output().print(table, *lines, sep="\n")
     _stop_at(found, WRONG_USE)
 
 

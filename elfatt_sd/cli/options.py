@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -109,6 +109,7 @@ Variant = Annotated[str | None, typer.Option(help="Variant of the weights: fp16 
 Height = Annotated[int | None, typer.Option(help="Height in pixels, a multiple of 8; the model's own if not given.")]
 Width = Annotated[int | None, typer.Option(help="Width in pixels, a multiple of 8; the model's own if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PromptFile = Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="Prompts, one a line.")]
 DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
     "steps": optional(int, help=STEPS),
     "guidance": optional(float, help=GUIDANCE),
@@ -119,6 +120,15 @@ DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
         str,
         autocompletion=lambda: list(SCHEDULERS),
         help=f"{', '.join(SCHEDULERS)}, or diffusers' class; the model's own if not given.",
+    ),
+    "image": optional(
+        Path, metavar="FILE", help="Begin with this image, at its own size if --height and --width are not given."
+    ),
+    "strength": optional(float, help="How far to go from --image, above 0 to 1; the pipeline's own if not given."),
+    "lora": optional(
+        list[str],
+        metavar="PATH[:SCALE]",
+        help="A LoRA: a .safetensors file, a folder with one, or OWNER/NAME/FILE of the hub; several times.",
     ),
 }
 
@@ -137,7 +147,7 @@ class PipelineOptions:
         """Load the pipeline, and say which words of the prompts it does not know."""
         from elfatt_sd.toy.renderer import COLORS, PATTERNS, SHAPES, unknown_words
 
-        pipe = self.load()
+        pipe = self.load(request.lora)
         unknown = sorted({word for prompt in request.prompts for word in unknown_words(prompt)})
         if self.model in EMBEDDED and unknown:
             named = ", ".join(map(repr, unknown[:10])) + f" and {len(unknown) - 10} more words" * (len(unknown) > 10)
@@ -149,11 +159,14 @@ class PipelineOptions:
             )
         return pipe
 
-    def load(self) -> Any:
-        from elfatt_sd.loading import load_pipeline
+    def load(self, lora: Sequence[str] | None = None) -> Any:
+        from elfatt_sd.loading import load_loras, load_pipeline, read_lora
 
         quiet_libraries()
-        return load_pipeline(**vars(self))
+        loras = {given: read_lora(given) for given in lora or ()}
+        pipe = load_pipeline(**vars(self))
+        load_loras(pipe, loras)
+        return pipe
 
     def python(self) -> str:
         """Return the line of Python that does the same."""

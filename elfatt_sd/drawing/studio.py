@@ -10,7 +10,7 @@ import platform
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 
 import elfatt_sd
@@ -59,12 +59,16 @@ class Request:
     compare: bool = False  # draw every image twice, untouched and patched, side by side
     negative_prompt: str | None = None  # what guidance leads away from
     scheduler: str | None = None  # see `loading.SCHEDULERS`; None keeps the model's own
+    image: Path | None = None  # what drawing begins with; None begins with noise
+    strength: float | None = None  # how far to go from the image, to 1; None takes the pipeline's own
+    lora: Sequence[str] | None = None  # as `read_lora` takes them; for the record
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
             raise ElfattError("there is an empty prompt, or none; give at least one, such as 'a red star'.")
         checks.whole("num_images", self.num_images, 1)
         check_run(self.steps, self.guidance, self.seed, self.height, self.width)
+        read_image(self.image, self.strength)
         if self.scheduler is not None:
             scheduler_class(self.scheduler)
         if self.compare and not self.config.active:
@@ -87,7 +91,23 @@ def check_sizes(height: int | None, width: int | None) -> None:
             raise ElfattError(f"{name}={pixels!r} is not accepted; give a positive multiple of 8.")
 
 
-def read_prompts(path: Path) -> tuple[str, ...]:
+def read_image(path: Path | None, strength: float | None) -> Any:
+    """Read an image to begin with, if there is one, and check how far to go from it."""
+    if strength is not None and not (path and 0 < strength <= 1):
+        raise ElfattError(f"strength={strength:g} is not accepted; give a number above 0, at most 1, and an image.")
+    if path is None:
+        return None
+    try:
+        with Image.open(path) as file:
+            return ImageOps.exif_transpose(file).convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        reason = getattr(error, "strerror", None) or "not an image"
+        raise ElfattError(f"image={str(path)!r} cannot be read ({reason}); give a PNG, a JPEG or the like.") from error
+
+
+def read_prompts(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors on Windows put a BOM first
     except (OSError, UnicodeDecodeError) as error:
@@ -126,11 +146,16 @@ class Studio:
 
     def __post_init__(self) -> None:
         request, pipe = self.request, self.pipe
-        check_text_to_image(pipe)
+        if request.image is None:
+            check_text_to_image(pipe)
         own_steps, own_guidance = own_settings(pipe, request.model)
         self.steps = own_steps if request.steps is None else request.steps
         self.guidance = own_guidance if request.guidance is None else request.guidance
         check_steps(pipe, self.steps)
+        inputs, height, width = dict[str, Any](), request.height, request.width
+        if request.image is not None:
+            pipe, inputs, (height, width) = begin_with(pipe, request.image, request.strength, self.steps, height, width)
+            self.pipe = pipe
         if request.scheduler is not None:
             pipe.scheduler = make_scheduler(request.scheduler, pipe.scheduler)
         if request.negative_prompt is not None:
@@ -144,7 +169,6 @@ class Studio:
             if not (embeds if "true_cfg_scale" in taken(pipe) else "guidance_scale" in taken(pipe)):
                 text = f"guidance={request.guidance:g} has no effect on this model without a negative_prompt."
                 warnings.warn(text, stacklevel=3)
-        height, width = request.height, request.width
         dimensions = dimensions_of(pipe)
         dimensions.check(height, width)
         if text := dimensions.small(height, width):
@@ -155,7 +179,7 @@ class Studio:
         tell_cut_prompts(pipe, (*request.prompts, request.negative_prompt or ""))
         pipe.set_progress_bar_config(disable=True)
         self._options = guidance_options(pipe, self.guidance, request.negative_prompt)
-        self._options |= exact_size(pipe, height, width)
+        self._options |= exact_size(pipe, height, width) | inputs
 
     def shots(self) -> Iterator[tuple[str, int]]:
         request = self.request
@@ -178,10 +202,10 @@ class Studio:
 
     def warm_up(self) -> None:
         """Run the pipeline as it is for two steps, so that what comes next does not pay for a first call."""
-        prompt, seed = next(self.shots())
+        (prompt, seed), steps = next(self.shots()), math.ceil(2 / self._options.get("strength", 1.0))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is said of so short a run does not hold for the whole one
-            draw(self.pipe, prompt, seed, min(2, self.steps), self._options, lambda step, steps: None)
+            draw(self.pipe, prompt, seed, min(steps, self.steps), self._options, lambda step, steps: None)
 
     def draw(self, prompt: str, seed: int) -> Shot:
         """Draw one image with the pipeline as it is."""
@@ -204,6 +228,9 @@ class Studio:
             "height": height,
             "width": width,
             "scheduler": type(pipe.scheduler).__name__,
+            "image": None if request.image is None else str(request.image),
+            "strength": self._options.get("strength"),
+            "lora": None if request.lora is None else list(request.lora),
             "device": str(pipe.device),
             "dtype": str(pipe.dtype).removeprefix("torch."),
             "versions": versions(),
@@ -365,9 +392,10 @@ def draw(
 
     def tell(step: Callable[[], Any]) -> Any:  # not every pipeline has `callback_on_step_end`
         nonlocal calls
-        output = step()
-        calls += 1
-        on_step(min(steps, round(calls * steps / len(scheduler.timesteps))), steps)
+        output, known = step(), len(scheduler.timesteps)
+        calls, expected = calls + 1, known - begin_of(pipe)
+        done = max(1, round(steps * expected / known))  # of the steps, where drawing begins with an image
+        on_step(min(done, round(calls * done / expected)), done)
         return output
 
     with torch.no_grad(), ExitStack() as undo, Stopwatch(device) as watch:
@@ -375,6 +403,12 @@ def draw(
         output = pipe(prompt=prompt, num_inference_steps=steps, generator=generator, output_type="np", **given)
     pixels, fault = look_at(pipe, output)
     return Shot(pixels, watch.seconds, meter.read(), fault)
+
+
+def begin_of(pipe: Any) -> int:
+    """Return the step of its schedule that a pipeline began with: with an image, not the first one."""
+    steps = len(pipe.scheduler.timesteps)
+    return steps - (getattr(pipe, "_num_timesteps", None) or steps)
 
 
 def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
@@ -400,11 +434,43 @@ def fault_of(pixels: Pixels, flagged: bool = False) -> str:
     return f"is {'of one colour' if high.any() else 'black'}: {cause}"
 
 
-def check_text_to_image(pipe: Any) -> None:
+def begin_with(
+    pipe: Any, path: Path, strength: float | None, steps: int, height: int | None, width: int | None
+) -> tuple[Any, dict[str, Any], tuple[int, int]]:
+    """Return a pipeline around the same models that begins with an image, what its call takes, and the size.
+
+    The image is cut and resized to the size that is asked for, or to the nearest to its own that the model can draw.
+    """
+    from diffusers import AutoPipelineForImage2Image
+
+    kind = type(pipe).__name__
+    try:
+        made = AutoPipelineForImage2Image.from_pipe(pipe)
+    except ValueError as error:
+        raise ElfattError(f"image is not accepted: diffusers has no image-to-image pipeline for {kind}.") from error
+    check_text_to_image(made, {"image"})
+    image, own_strength = read_image(path, strength), getattr(taken(made).get("strength"), "default", None)
+    if strength is not None and own_strength is None:
+        raise ElfattError(f"strength={strength:g} is not accepted; {type(made).__name__} has none.")
+    inputs = {"strength": own_strength if strength is None else strength} if own_strength else {}
+    if int(steps * inputs.get("strength", 1)) < 1:
+        raise ElfattError(f"strength={strength:g} leaves no step of {steps}; give at least {1 / steps:.3g}.")
+    multiple, pairs = math.lcm(8, dimensions_of(made).multiple), [*zip((width, height), image.size, strict=True)]
+    scale = max((asked / side for asked, side in pairs if asked), default=1.0)
+    size = [asked or round(side * scale) // multiple * multiple for asked, side in pairs]
+    dimensions_of(made).check(*reversed(size))
+    if size != [*image.size]:
+        warnings.warn("the image of {}x{} is cut and resized to {}x{}.".format(*image.size, *size), stacklevel=3)
+        image = ImageOps.fit(image, (size[0], size[1]))
+    return made, {**inputs, "image": image}, (size[1], size[0])
+
+
+def check_text_to_image(pipe: Any, given: Collection[str] = ("height", "width")) -> None:
+    """Refuse a pipeline that does not make images of a prompt, and of what else is given."""
     main_denoiser(pipe)  # refuses others
     kind, takes = type(pipe).__name__, taken(pipe)
     needed = {name for name, each in takes.items() if each.default is each.empty and each.kind < each.VAR_POSITIONAL}
-    more = needed - {"prompt"} or not {"prompt", "height", "width", "num_inference_steps"} <= takes.keys()
+    more = needed - {"prompt", *given} or not {"prompt", "num_inference_steps", *given} <= takes.keys()
     if more or "num_frames" in takes:
         does = "makes videos" if "num_frames" in takes else "needs more than a prompt"
         in_python = "give a text-to-image model, or patch it in Python with elfatt_sd.apply_patch(pipe)."

@@ -19,7 +19,7 @@ from torch import nn
 
 from elfatt_sd.config import PatchConfig, method_named
 from elfatt_sd.devices import device_name
-from elfatt_sd.drawing.studio import check_run, check_steps, own_settings, taken, tell_cut_prompts, versions
+from elfatt_sd.drawing.studio import begin_of, check_run, check_steps, own_settings, taken, tell_cut_prompts, versions
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation.prompts import PromptFile, read_prompts
 from elfatt_sd.families import family_of, find_denoisers, main_denoiser, step_denoisers, unwrap
@@ -198,7 +198,9 @@ def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
 def _record(runs: Runs) -> dict[str, Any]:
     """Return what the figures are of: model, settings, machine and versions."""
     pipe, settings = runs.pipe, dataclasses.asdict(runs.settings)
-    settings["inputs"] = {name: str(type(value)) for name, value in settings["inputs"].items()}
+    for name, value in settings["inputs"].items():
+        text = value if isinstance(value, int | float | str) else str(type(value))
+        settings["inputs"][name] = short_hash(value.tobytes()) if hasattr(value, "tobytes") else text
     scheduler = {name: value for name, value in pipe.scheduler.config.items() if not name.startswith("_")}
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     return {
@@ -254,11 +256,12 @@ class Search:
         kept = ((number, self.store.drawn(sample)) for number, sample in enumerate(self.held_out))
         self.held_out_untouched |= {number: image for number, image in kept if image is not None}
         self._pace = self.runs.pace()  # seconds of a step at that time
-        self.calls = len(self.runs.pipe.scheduler.timesteps)
+        self.calls, self.begin = len(self.runs.pipe.scheduler.timesteps), begin_of(self.runs.pipe)
 
     def measure_layers(self) -> None:
         """Measure every approximation in every layer, and what a layer's error does to the image."""
-        self.stretches = stretches_of(self.calls, max(1, min(STRETCHES, self.calls // LEAST_STEPS)))
+        count = max(1, min(STRETCHES, (self.calls - self.begin) // LEAST_STEPS))
+        self.stretches = stretches_of(self.calls, count, self.begin)
         self.runs.stage("measuring layers", 1)
         figures = self.store.known("layers", self._probe, LayerFigures.read)
         share, exact_start = self.budget.memory is None, self.budget.lowest is not None and len(self.stretches) > 1
@@ -296,18 +299,19 @@ class Search:
     def _draw_reused(self, sample: Sample, config: PatchConfig) -> tuple[float, float]:
         """Return the seconds that an image saves in which steps take over from earlier ones, and its error."""
         plan = reused_steps(config.reuse, self.calls)
-        begin = max(0, next(step for step, each in enumerate(plan) if each is not None) - EARLIER)
+        begin = max(self.begin, next(step for step, each in enumerate(plan) if each is not None) - EARLIER)
         with CallTimer(step_denoisers(self.runs.pipe).values(), self.runs.device) as timer:
             mse = self.runs.deviation(begin, sample, config)
         seconds = timer.each()
-        calls = max(1, -(-len(seconds) // self.calls))  # of a step
-        steps = [(plan[place // calls], each) for place, each in enumerate(seconds) if place // calls >= begin]
+        calls = max(1, -(-len(seconds) // (self.calls - self.begin)))  # of a step
+        places = ((self.begin + place // calls, each) for place, each in enumerate(seconds))
+        steps = [(plan[step], each) for step, each in places if step >= begin]
         taken, whole = ([each for now, each in steps if (now is not None) == reuses] for reuses in (True, False))
         saved = len(taken) * (statistics.median(whole) - statistics.median(taken)) if taken and whole else 0.0
         return saved, mse
 
     def _probe(self) -> Any:
-        effects, scale = round(_EFFECTS * self.calls), self.runs.settings.guidance
+        effects, scale = round(_EFFECTS * (self.calls - self.begin)), self.runs.settings.guidance
         probe = Probe(self.runs.pipe, self.stretches, effects=effects, scale=scale)
         with probe, warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -305,7 +305,7 @@ class Predictor:
 
     def _spread(self, reuse: Mapping[int, StepReuse]) -> tuple[StepReuse, ...]:
         """Return what stretches take over, by their number, as stretches of the run."""
-        taken, first = list[StepReuse](), 0
+        taken, first = list[StepReuse](), self._stretches[0].first
         for number, stretch in enumerate(self._stretches):
             end, each = (stretch.last + 1) / (self._stretches[-1].last + 1), reuse.get(number)
             if each is None:

@@ -414,13 +414,13 @@ def _loses(figures: LayerFigures, number: int) -> Iterator[None]:
         figures.lost.add(number)
 
 
-def stretches_of(steps: int, count: int) -> list[Stretch]:
-    """Cut a run in stretches, which begin at multiples of `ALIGNED`; the last step is one of its own.
+def stretches_of(steps: int, count: int, begin: int = 0) -> list[Stretch]:
+    """Cut a run from a step on in stretches, which begin at multiples of `ALIGNED`; the last step is one of its own.
 
     In the first and in the last steps the denoiser's output changes most from step to step, and errors of the last one
     change it most.
     """
-    last = steps - 1 if count > 1 else 0
-    before = (last * number // (count - 1) // ALIGNED * ALIGNED for number in range(count - 1))
-    starts = sorted({*before, last})
+    last = steps - 1 if count > 1 else begin
+    before = ((begin + (last - begin) * number // (count - 1)) // ALIGNED * ALIGNED for number in range(count - 1))
+    starts = sorted({*(max(begin, start) for start in before), last})
     return [Stretch(first, end - 1) for first, end in itertools.pairwise([*starts, steps])]

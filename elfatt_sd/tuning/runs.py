@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.drawing.studio import Pixels, Shot, dimensions_of, draw, exact_size, guidance_options, taken
+from elfatt_sd.drawing.studio import Pixels, Shot, begin_of, dimensions_of, draw, exact_size, guidance_options, taken
 from elfatt_sd.errors import ElfattError, ElfattFailure, is_out_of_memory
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import cache_folder, write_json
@@ -196,8 +196,9 @@ class Runs:
         outputs, ends, _ = self._recorded[sample]
         if not outputs:
             return self._shot(sample, config)
-        self._steps_done -= step
-        known, device = iter(outputs[: ends[step - 1] if step else 0]), self.pipe._execution_device
+        before = max(0, step - begin_of(self.pipe))  # steps of the run
+        self._steps_done -= before
+        known, device = iter(outputs[: ends[before - 1] if before else 0]), self.pipe._execution_device
 
         def play(compute: Callable[[], Any]) -> Any:
             output = next(known, None)
@@ -227,7 +228,7 @@ class Runs:
         """
         for sample, recorded in self._recorded.items():
             if recorded.outputs:
-                return self.draw_from(len(recorded.ends) - 1, sample, None).seconds
+                return self.draw_from(begin_of(self.pipe) + len(recorded.ends) - 1, sample, None).seconds
         return 1.0
 
     def _shot(self, sample: Sample, config: PatchConfig | None, end_step: Callable[[], None] = lambda: None) -> Shot:

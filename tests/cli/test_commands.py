@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from support.checks import counting
 from support.commands import PROMPT, ROOT, call, draw, files, pixels
 
@@ -73,12 +74,14 @@ def test_what_is_finished_stays_when_it_is_stopped(model: Path, tmp_path: Path, 
 def test_several_prompts_or_models_are_a_sheet(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.symlink_to(model)
-    words = ["--model", other, "--prompt", "a dog", "--method", "tome", "--steps", 4, "--rounds", 1]
-    result = call("try", model, "a", "red", "star", *words, "--out", tmp_path / "out")
+    (tmp_path / "prompts.txt").write_text("a dog\n")
+    words = ["--model", other, "--prompt-file", tmp_path / "prompts.txt", "--method", "tome", "--steps", 4]
+    result = call("try", model, "a", "red", "star", *words, "--rounds", 1, "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output
     assert files(tmp_path / "out") == ["0001-demo-sheet.json", "0001-demo-sheet.png"]
-    assert str(tmp_path / "out" / "0001-demo-sheet.png") in result.stdout
-    trials = json.loads((tmp_path / "out" / "0001-demo-sheet.json").read_text())["trials"]
+    written = json.loads((tmp_path / "out" / "0001-demo-sheet.json").read_text())
+    assert json.loads(result.stdout) == {"path": str(tmp_path / "out" / "0001-demo-sheet.png"), **written}
+    trials = written["trials"]
     assert [trial["prompt"] for trial in trials] == ["a red star", "a dog"] * 2
     assert [trial["model"] for trial in trials] == [str(model)] * 2 + [str(other)] * 2
 
@@ -111,14 +114,20 @@ def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path:
     assert '    pipe = elfatt_sd.load_pipeline("path/or/hub-id")' in plain(shape)
 
 
-def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> None:
+def test_tune_saves_settings_and_writes_a_page(model: Path, lora: Path, tmp_path: Path) -> None:
     prompts, save, out = tmp_path / "prompts.txt", tmp_path / "tuned.json", tmp_path / "page"
     prompts.write_text("a cat\na dog\n")
-    words = ["--closeness", 20, "--steps", 2, "--images", 8, "--no-presets", "--prompts", prompts, "--save", save]
+    Image.radial_gradient("L").resize((48, 40)).save(tmp_path / "photo.png")
+    words = ["--closeness", 20, "--steps", 9, "--num-images", 8, "--no-presets", "--prompt-file", prompts]
+    words += ["--save", save, "--lora", f"{lora}:.5", "--image", tmp_path / "photo.png", "--strength", 0.95]
     result = call("tune", model, *words, "--out", out, "--json")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["asked"]["closeness"] == 20.0
+    found = json.loads(result.stdout)
+    assert (found["asked"]["closeness"], found["settings"]["width"]) == (20.0, 48)
+    assert (found["pipeline"], found["settings"]["inputs"]["strength"]) == ("StableDiffusionImg2ImgPipeline", 0.95)
     assert PatchConfig.load(save)
+    earlier = call("tune", model, "--closeness", 20, "--images", 7, "--prompts", prompts)  # names of earlier versions
+    assert earlier.stderr == "error: images=7 is not accepted; give a whole number of at least 8.\n"
     assert "index.html" in files(out)
 
 

@@ -16,6 +16,7 @@ import diffusers
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support import tiny_pipelines as tiny
 from support.commands import PROMPT, ROOT, call, draw, files
 from syrupy.assertion import SnapshotAssertion
@@ -90,7 +91,7 @@ def test_names_in_the_helps_are_those_of_the_package() -> None:
 
 
 def test_wrong_input_is_one_line_and_leaves_nothing(
-    model: Path, tmp_path: Path, snapshot: SnapshotAssertion, monkeypatch: pytest.MonkeyPatch
+    model: Path, lora: Path, tmp_path: Path, snapshot: SnapshotAssertion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = {"num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 1, "sample_size": 8}
     transformer = diffusers.DiTTransformer2DModel(in_channels=4, norm_num_groups=4, **size)
@@ -104,6 +105,11 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "colour.json").write_text('{"colour": 1}')
     (tmp_path / "parts.json").write_text('{"parts": [1]}')
+    weights = load_file(lora)
+    save_file({f"transformer.{name}": each for name, each in weights.items()}, tmp_path / "other.safetensors")
+    save_file({name: torch.cat([each] * 2) for name, each in weights.items()}, tmp_path / "large.safetensors")
+    save_file({"weight": torch.zeros(1)}, tmp_path / "none.safetensors")
+    Image.new("RGB", (32, 32)).save(tmp_path / "photo.png")
     monkeypatch.chdir(tmp_path)
     before, said = files(tmp_path), []
     for line in commands("test_wrong_input_is_one_line_and_leaves_nothing"):

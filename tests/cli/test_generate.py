@@ -8,9 +8,10 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from support.checks import counting, set_clock
 from support.commands import PROMPT, break_decoder, call, draw, files, pixels
 
@@ -63,6 +64,31 @@ def test_generate_draws_what_python_draws_and_writes_its_settings(model: Path, t
     assert pixels(path) == drawn()
     elfatt_sd.remove_patch(pipe)
     assert pixels(path) != drawn()
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_image_and_loras_are_drawn_with_as_in_python(model: Path, lora: Path, tmp_path: Path) -> None:
+    """And told as one document of JSON; what is said otherwise goes to the other stream."""
+    photo = tmp_path / "photo.png"
+    Image.radial_gradient("L").resize((50, 43)).save(photo)
+    words = ["--lora", f"{lora.parent}:0.5", "--lora", lora, "--image", photo, "--strength", 0.6, "--steps", 5]
+    result = draw(model, tmp_path / "out", *words, "--method", "tome", "--explain", "--step", 4, "--json")
+    data = json.loads(result.stdout)
+    [drawn], [explained] = data["images"], data["explained"]
+    assert drawn == {"path": drawn["path"], **record_of(Path(drawn["path"])), "fault": None}
+    given = {"image": str(photo), "strength": 0.6, "lora": [f"{lora.parent}:0.5", str(lora)], "width": 48, "height": 40}
+    assert drawn | given == drawn and Path(explained).exists()
+    said = ("image of 50x43 is cut and resized to 48x40", drawn["path"], explained)
+    assert all(each in result.stderr for each in said)
+    pipe = diffusers.AutoPipelineForImage2Image.from_pipe(elfatt_sd.load_pipeline(model, device="cpu"))
+    for name in ("one", "two"):
+        pipe.load_lora_weights(lora.parent, weight_name=lora.name, adapter_name=name)
+    pipe.set_adapters(["one", "two"], [0.5, 1.0])
+    elfatt_sd.apply_patch(pipe, "tome")
+    with Image.open(photo) as image:
+        cut = ImageOps.fit(image.convert("RGB"), (48, 40))
+    own = pipe(PROMPT, image=cut, strength=0.6, num_inference_steps=5, generator=torch.Generator().manual_seed(0))
+    assert pixels(Path(drawn["path"])) == own.images[0].tobytes()
 
 
 def test_pictures_count_seeds_up_do_not_depend_on_each_other_and_replace_none(model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import socket
 import subprocess
@@ -26,19 +27,26 @@ def test_both_images_and_their_figures(pipe: Any, tmp_path: Path) -> None:
     steps, saved = [], tmp_path / "saved.json"
     PatchConfig.preset("tome", ratio=0.3).save(saved)
     given: Any = (lambda name: {"small": pipe}[name], "small", "a cat", "elfatt")
-    images, figures, plan = draw_for_page(*given, None, 4, 3, lambda *done: steps.append(done))
+    settings: Any = {"steps": 4, "seed": 3, "width": 48, "guidance": 2.0, "negative_prompt": "blue"}
+    images, *captions, figures, lines, data, plan = draw_for_page(
+        *given, **settings, on_step=lambda *done: steps.append(done)
+    )
+    assert images[0].width == 48 and [each.split(",")[0] for each in captions] == ["**untouched", "**elfatt"]
+    assert lines == "pipe = elfatt_sd.load_pipeline('small')\nelfatt_sd.apply_patch(pipe, 'elfatt')"
+    assert PatchConfig.from_dict(json.loads(data)) == PatchConfig.preset("elfatt")
     assert images[0].size == images[1].size and not np.array_equal(*images)
     assert "times as fast (between two untouched runs" in figures and "PSNR" in figures and "down_blocks" in plan
     assert steps == sorted(steps) and steps[-1] == (12, 12), "three images of four steps"
     assert not elfatt_sd.is_patched(pipe)
-    tuned, *_ = draw_for_page(*given, saved, 4, 3)
+    tuned, *_, lines, _, _ = draw_for_page(*given, saved, **settings)
+    assert "PatchConfig.load('saved.json')" in lines
     assert np.array_equal(tuned[0], images[0])
     assert not np.array_equal(tuned[1], images[1]), "the file takes the method's place"
 
 
 def test_what_is_wrong_with_a_field_is_one_line(pipe: Any) -> None:
     """What is to be known of the figures stands among them."""
-    _, figures, _ = draw_for_page(lambda _: pipe, "small", "a cat", "elfatt-fast", steps=1)
+    figures = draw_for_page(lambda _: pipe, "small", "a cat", "elfatt-fast", steps=1)[3]
     assert "PSNR" not in figures and "approximate" in figures
 
     def load(model: str) -> Any:
@@ -75,8 +83,9 @@ def test_the_page_draws() -> None:
                         break
                 time.sleep(0.1)
             client = Client(f"http://127.0.0.1:{port}", verbose=False)
-            images, figures, plan = client.predict("toy", "a red star", "tome", None, 3, 0, api_name="/draw")
+            given = ("toy", "a red star", "tome", None, 0, 3, 0, 64, 64, "")
+            images, _, caption, figures, lines, *_, plan = client.predict(*given, api_name="/draw")
         finally:
             process.kill()
-    assert "times as fast" in figures and "down_blocks" in plan
+    assert "times as fast" in figures and "down_blocks" in plan and "tome" in caption and "'tome'" in lines
     assert not np.array_equal(*(np.asarray(Image.open(each)) for each in images))

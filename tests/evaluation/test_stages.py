@@ -160,7 +160,10 @@ def test_run_and_the_other_commands_on_it(workplace: Path, file: Path, in_proces
     assert page == run_dir / "report" / "index.html" and page.is_file()
     assert "\nNo verdicts" in said and "A quick look: every row was limited to 3 images" in said
     assert RunFolder.open(run_dir).protocol.limit == len(RunFolder.open(run_dir).baseline.made_images()) == 3
-    assert call("eval", "score", run_dir, "--quiet").exit_code == 0
+    done = call("eval", "score", run_dir, "--quiet", "--json")
+    assert (done.exit_code, json.loads(done.stdout)) == (0, json.loads((run_dir / "results.json").read_text()))
+    done = call("eval", "run", file, "--out", run_dir, "--limit", 3, "--json", *sets(full_overrides(workplace)))
+    assert done.stdout == (run_dir / "results.json").read_text() + "\n" and str(page) in done.stderr
     page.unlink()
     assert call("eval", "report", run_dir).exit_code == 0 and page.is_file()
     done = call("eval", "verify", run_dir)
@@ -183,6 +186,8 @@ def test_dry_run_prints_and_makes_nothing(workplace: Path, file: Path, tmp_path:
     parts += ["to do: 20 images of 4 steps, score, time, memory, report"]
     assert [part for part in parts if part not in done.stdout] == []
     assert not (tmp_path / "run").exists()
+    data = json.loads(call("eval", "run", file, *new, "--json", *sets(full_overrides(workplace))).stdout)
+    assert (len(data["rows"]), data["obstacles"]) == (4, []) and "to do: 20 images" in data["outlook"][1]
     done = call("eval", "run", "toy", "--dry-run", *sets(["height=64", "width=64"]), "--out", file, "--reuse", file)
     assert done.exit_code == 2 and "cannot be written" in done.stderr and "holds no run" in done.stderr
     assert build_protocol("toy", model="models/\N{GRINNING FACE}é").model == "models/\N{GRINNING FACE}é"

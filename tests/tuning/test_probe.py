@@ -193,6 +193,8 @@ def test_stretches_cover_the_run() -> None:
         (12, 3): [(0, 3), (4, 10), (11, 11)],
         (3, 1): [(0, 2)],
         (9, 2): [(0, 7), (8, 8)],
+        (26, 3, 13): [(13, 15), (16, 24), (25, 25)],  # with an image
+        (3, 1, 2): [(2, 2)],
     }
     assert {key: [(each.first, each.last) for each in stretches_of(*key)] for key in known} == known
     for steps in range(1, 60):

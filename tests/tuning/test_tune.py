@@ -388,6 +388,16 @@ def test_what_is_known_is_not_computed_and_nothing_changes(runs: Runs, calls: li
     assert runs.deviation(3, SAMPLE, PatchConfig("sd")) == 0
 
 
+def test_with_an_image_a_run_begins_late(pipe: Any, calls: list[None]) -> None:
+    inputs = {"image": Image.radial_gradient("L").convert("RGB").resize((32, 32)), "strength": 0.5}
+    begun = checks.like(diffusers.StableDiffusionImg2ImgPipeline, pipe)
+    runs = Runs(begun, DrawSettings(6, inputs=inputs))
+    recorded, every = runs.draw_recorded(SAMPLE), len(calls)
+    calls.clear()
+    assert runs.draw_from(5, SAMPLE, None).frames == recorded.frames
+    assert (every, len(calls)) == (4, 2), "of the 7 calls that PNDM makes of 6 steps"
+
+
 def test_a_denoiser_that_was_compiled_in_place_is_left_alone(pipe: Any, runs: Runs, calls: list[None]) -> None:
     pipe.unet._compiled_call_impl = pipe.unet._call_impl  # as `compile` does, without the time that it takes
     try:
