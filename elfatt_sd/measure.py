@@ -183,6 +183,11 @@ class Spread(NamedTuple):
         return median if least == greatest else f"{median} ({least} to {greatest})"
 
 
+def times_as_fast(ratios: Sequence[float], busy: object = "") -> str:
+    """Say how many times as fast something was; where the machine was busy, nobody knows."""
+    return "machine busy, speed unknown" if busy else f"{Spread.over(ratios).words()} times as fast"
+
+
 def student_quantile(probability: float, freedom: int) -> float:
     """Quantile of Student's t: exact for 1 and 2 degrees of freedom, else Abramowitz and Stegun 26.7.5."""
     if freedom == 1:

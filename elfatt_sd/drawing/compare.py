@@ -12,13 +12,13 @@ from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageChops, ImageDraw, ImageFont
 
 from elfatt_sd.config import METHODS, UNTOUCHED, PatchConfig, known_method
 from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Shot, Studio, free_name, write_image
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers
-from elfatt_sd.measure import Comparison, Spread, Turn, ratios, student_quantile
+from elfatt_sd.measure import Comparison, Turn, ratios, student_quantile, times_as_fast
 from elfatt_sd.measure import busy as busy_of
 from elfatt_sd.patch import remove_patch
 from elfatt_sd.runtime.layer import fits
@@ -30,6 +30,7 @@ TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and wi
 BUSY_TITLE = "the machine was busy: do not trust the speeds"
 INK, FAINT, PAPER = (24, 24, 27), (96, 96, 104), (255, 255, 255)
 MARGIN = 16  # pixels around everything
+BRIGHTER = 10  # times, so that small differences are seen
 TITLE_LINES = 2  # of a long prompt; its whole text is in the file's settings
 
 
@@ -74,6 +75,12 @@ def psnr(first: Image.Image, second: Image.Image) -> float:
     return float("inf") if error == 0 else float(10 * np.log10(255**2 / error))
 
 
+def difference(first: Image.Image, second: Image.Image) -> Image.Image:
+    """Return how far two images of one size are apart in each pixel, `BRIGHTER` times as bright."""
+    apart = ImageChops.difference(first.convert("RGB"), second.convert("RGB"))
+    return apart.point(lambda value: min(255, BRIGHTER * value))
+
+
 @dataclass(frozen=True)
 class MethodResult:
     method: str  # its name
@@ -102,8 +109,7 @@ class MethodResult:
         seconds = f"{median(self.times):.2f} s"
         if self.method == UNTOUCHED:
             return f"untouched, {seconds}", ""
-        speed = "machine busy, speed unknown" if busy else f"{Spread.over(self.ratios).words()} times as fast"
-        return f"{self.method}, {seconds}", f"{speed}, {self.closeness}"
+        return f"{self.method}, {seconds}", f"{times_as_fast(self.ratios, busy)}, {self.closeness}"
 
 
 class Trial:
@@ -273,7 +279,9 @@ def compared(studio: Studio) -> Iterator[Result]:
         trial.times.update({UNTOUCHED: [before, after], method: [shot.seconds]})
         untouched, own, figures, fault = pair(trial)
         busy = bool(trial.comparison.busy())
-        sheet = side_by_side([untouched.picture, own.picture], [untouched.caption(), own.caption(busy)], trial.prompt)
+        images = [untouched.picture, own.picture, difference(untouched.picture, own.picture)]
+        captions = [untouched.caption(), own.caption(busy), ("difference", f"{BRIGHTER} times as bright")]
+        sheet = side_by_side(images, captions, trial.prompt)
         record = studio.record(trial.prompt, trial.seed, shot) | {
             "untouched_seconds": mean(untouched.times),
             "speed_ratio": mean(own.ratios),
@@ -296,8 +304,7 @@ def pair(trial: Trial) -> tuple[MethodResult, MethodResult, str, str]:
         return untouched, replace(own, fault=found), f"not compared ({figures})", fault
     if own.unchanged:
         return untouched, own, f"{own.unchanged} ({figures})", ""
-    fast = Spread.over(own.ratios).words()
-    figures += f": {fast} times as fast (between two untouched runs, after a warm-up); {own.closeness}"
+    figures += f": {times_as_fast(own.ratios)} (between two untouched runs, after a warm-up); {own.closeness}"
     said = trial.comparison.busy()
     return untouched, own, f"{figures}\n  {said}" if said else figures, ""
 
@@ -374,10 +381,10 @@ class Sheet:
         """Return lines with the figures of each pipeline and method."""
         said, found = list[str](), self.by_method()
         for (model, method), rows in found.items():
-            speed = Spread.over([ratio for row in rows for ratio in row.ratios]).words()
+            speed = times_as_fast([ratio for row in rows for ratio in row.ratios])
             close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
             if method != UNTOUCHED:
-                said.append(f"{model}, {method}: {speed} times as fast, {closeness(close)}")
+                said.append(f"{model}, {method}: {speed}, {closeness(close)}")
             elif [each for each, _ in found].count(model) == 1:
                 said.append(f"{model}: no method changed the image and kept {LEAST:g} dB PSNR to the untouched one")
         return [*said, *filter(None, [self.busy])]

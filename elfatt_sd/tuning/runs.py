@@ -59,12 +59,9 @@ class Drawn:
         return cls(tuple(Image.open(file).convert("RGB") for file in files), data["seconds"], data["peak"])
 
 
-def png(image: Image.Image, most: int | None = None) -> bytes:
-    """Return a PNG, of at most so many pixels a side."""
-    file, shown = io.BytesIO(), image.copy()
-    if most is not None:
-        shown.thumbnail((most, most))
-    shown.save(file, format="PNG")
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format="PNG")
     return file.getvalue()
 
 

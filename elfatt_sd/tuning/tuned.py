@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import itertools
 import math
@@ -12,16 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from elfatt_sd.config import PatchConfig
+from elfatt_sd.drawing.compare import BRIGHTER, difference
 from elfatt_sd.errors import need
-from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, drawing, to_png
-from elfatt_sd.evaluation.report.page import STYLE, flatten, page_template
+from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, drawing, figure_and_axes, legend_above, to_png
+from elfatt_sd.evaluation.report.page import data_uri, flatten, page_template, webp
 from elfatt_sd.files import write_file
-from elfatt_sd.measure import Spread
+from elfatt_sd.measure import times_as_fast
 from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.phases import Phase, reused_steps, words_of_reuse
+from elfatt_sd.toy import EMBEDDED, PROMPT
 from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Proof, peak_of
-from elfatt_sd.tuning.runs import png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,34 +58,38 @@ class Tuned:
     def report(self, folder: str | os.PathLike[str]) -> Path:
         """Write a page with the curve, the map of the choices, and images side by side, and return its path."""
         need("the page of a tuning", "jinja2", "matplotlib")
-        from markupsafe import Markup
-
         with drawing():
             plot = to_png(curve(self))
-        pairs = []
+        page, settings = Path(folder, "index.html"), Path(folder, "settings.json")
+        self.save(settings)
+        config, steps, pairs = self.config, self.record["settings"]["steps"], []
         if proof := self.proof:
             for number in proof.order:
-                pair = {"untouched": proof.untouched[number], "tuned": proof.tuned[number]}
-                images = {name: _uri(png(drawn.frames[0], _SIDE)) for name, drawn in pair.items()}
-                close = self.measure.words(proof.point.closeness[number])
-                pairs.append({**proof.samples[number]._asdict(), **images, "closeness": close})
-        steps, ends = self.record["settings"]["steps"], (0.0, *self.config.stretches)
-        plan, bounds = reused_steps(self.config.reuse, steps), itertools.pairwise(round(end * steps) for end in ends)
-        page = page_template(Path(__file__).with_name("page.html.j2")).render(
+                images = proof.untouched[number].frames[0], proof.tuned[number].frames[0]
+                pairs.append((number, *(webp([each], _SIDE) for each in (*images, difference(*images)))))
+        embedded = {str(each.folder): name for name, each in EMBEDDED.items()}
+        plan, ends = reused_steps(config.reuse, steps), [(round(end * steps), end) for end in (0.0, *config.stretches)]
+        text = page_template(Path(__file__).with_name("page.html.j2")).render(
             tuned=self,
+            model=embedded.get(self.record["model"], self.record["model"]),
             lines=self.lines(),
-            curve=_uri(plot),
+            notes=self._notes(),
+            times_as_fast=times_as_fast,
+            peaks=[peak_of(proof.untouched), peak_of(proof.tuned)] if proof else [],
+            plot=plot,
+            data_uri=data_uri,
             pairs=pairs,
-            choices=[(each.layers, self.config.for_layer(each.layers)) for each in self.config.per_layer],
-            taken=[plan[start:end] for start, end in bounds] if self.config.reuse else [],
+            brighter=BRIGHTER,
+            settings=settings,
+            prompt=PROMPT,
+            layers=[(each.layers, config.for_layer(each.layers)) for each in config.per_layer] or [("all", config)],
+            stretches=[(first, last, plan[first:last], end) for (first, _), (last, end) in itertools.pairwise(ends)],
             short=_short,
             facts=flatten(self.record),
-            style=Markup(STYLE.read_text(encoding="utf-8")),
         )
         write_file(Path(folder, "curve.png"), plot)
-        path = Path(folder, "index.html")
-        write_file(path, page.encode("utf-8"))
-        return path
+        write_file(page, text.encode("utf-8"))
+        return page
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON; values that are not finite are null."""
@@ -130,7 +134,7 @@ class Tuned:
             if not self.config.per_layer:
                 layers = f"all have the settings of {self.config.method}"
             sample, before, after = proof.samples[proof.order[0]], peak_of(proof.untouched), peak_of(proof.tuned)
-            fast = f"{Spread.over(point.speed).words()} times as fast"
+            fast = times_as_fast(point.speed, point.busy)
             if self.budget.speed is not None:
                 fast += f", {proof.speed_bound:.2f} promised"
             memory = f"peak memory: {after / 2**30:.2f} GiB, untouched {before / 2**30:.2f} GiB"
@@ -149,9 +153,12 @@ class Tuned:
             times = "busy" if point.busy else f"{point.times:.2f}"
             measured = f"{times:>13} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}"
             lines.append(f"{point.name:<16} {measured}")
-        lines += [point.busy for point in self.points if point.busy][:1]
+        return [*lines, *self._notes()]
+
+    def _notes(self) -> list[str]:
+        lines = [point.busy for point in self.points if point.busy][:1]
         if self.floor not in (math.inf, self.measure.best):
-            again = f"two untouched images of one seed have {words(self.floor)}"
+            again = f"two untouched images of one seed have {self.measure.words(self.floor)}"
             lines.append(f"the model does not repeat itself: {again}")
         cost = f"tuning took the time of {self.images:.0f} untouched images of {self.untouched_seconds:.2f} s"
         return [*lines, cost]
@@ -174,10 +181,7 @@ def _finite(value: float) -> float | None:
 
 def curve(tuned: Tuned) -> Figure:
     """Draw closeness over speed: what was run, with names in the legend as points may lie close, and the choice."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.8, 4.2), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = figure_and_axes(3.6, 4.6)
     proven = None if tuned.proof is None else tuned.proof.point
     shown = [point for point in tuned.points if point is not proven and math.isfinite(point.mean)]
     if own := [(point.times, point.mean) for point in shown if point.predicted is not None]:
@@ -199,7 +203,7 @@ def curve(tuned: Tuned) -> Figure:
     better = "up" if tuned.measure.higher else "down"
     unit = f" in {tuned.measure.unit}" if tuned.measure.unit else ""
     axes.set_ylabel(f"{tuned.measure.name} to untouched{unit} ({better} is better)")
-    figure.legend(loc="outside right upper")
+    legend_above(figure, axes)
     return figure
 
 
@@ -212,7 +216,3 @@ def _short(phase: Phase) -> str:
         text = f"merge {phase.merge.ratio:.0%}"
     rows = ", with guidance" * phase.residual_guidance
     return text + (f", shared by {phase.residual_steps}{rows}" if phase.residual_steps > 1 else "")
-
-
-def _uri(data: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"

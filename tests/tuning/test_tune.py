@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
@@ -69,8 +70,12 @@ def test_what_is_found_is_close_and_fast_as_said(small: Any, asked: dict[str, An
     assert "asked for: PSNR 30.0 dB at least" in text and "at most 31% of all are farther" in text
     page = tuned.report(tmp_path / "page")
     text = page.read_text(encoding="utf-8")
-    assert text.count("<figure>") == 16
-    assert {path.name for path in page.parent.iterdir()} == {"index.html", "curve.png"} and "<td style=" in text
+    assert text.count('class="slider"') == text.count('alt="difference') == 8 and "--strength" in text
+    assert {path.name for path in page.parent.iterdir()} == {"index.html", "curve.png", "settings.json"}
+    assert PatchConfig.load(page.with_name("settings.json")) == tuned.config
+    offered = re.search(r'href="data:application/json;base64,(.*?)" download="settings.json"', text)[1]
+    assert base64.b64decode(offered) == page.with_name("settings.json").read_bytes()
+    assert re.search(rf"<h1.*: PSNR {tuned.proof.bound:.1f} dB promised \(90 %\), \d\.\d\d times as fast</h1>", text)
     assert "http:" not in text and "https:" not in text, "nothing from outside"
 
 

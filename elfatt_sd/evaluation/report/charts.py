@@ -141,9 +141,10 @@ def closeness(results: Results) -> Chart | None:
         return None
     caption = (
         "Symbol and thick line: mean over the images that differ, with its 95 % interval. Thin strokes: every "
-        "image, against the untouched pipeline's from the same latent. The null row shows how far apart unrelated "
-        "images are."
+        "image, against the untouched pipeline's from the same latent."
     )
+    if results.null and results.null.psnr:
+        caption += " The null row shows how far apart unrelated images are."
     words = "closeness", "Closeness to the untouched images", caption
     return _strips(results, marks, "PSNR to untouched, dB (right is closer)", words)
 

@@ -7,6 +7,7 @@ in the published table; what is not there is shown as "not measured".
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL import Image
+
+from elfatt_sd.drawing.compare import BRIGHTER, difference
 from elfatt_sd.errors import REPORT, ElfattError, need
 from elfatt_sd.evaluation.report.charts import Chart, draw_plots, styles
 from elfatt_sd.evaluation.report.data import NULL, PARTS, Results, Row, is_kernel
@@ -26,6 +30,7 @@ from elfatt_sd.evaluation.report.tables import (
     more_table,
     published_table,
     recommended,
+    told_apart,
     written_tables,
 )
 from elfatt_sd.evaluation.run import RowFolder
@@ -75,6 +80,7 @@ class Picture:
     index: int
     prompt: str
     uri: str
+    change: str  # its difference to the untouched image; empty where one of them is missing, or it is that one
 
 
 Changed = list[tuple[Row, list[tuple[Picture, Picture]]]]  # of a method: untouched, and its own
@@ -90,12 +96,15 @@ def pictures_of(results: Results) -> tuple[list[list[Picture]], Changed]:
     folders = {row: RowFolder(results.folder / "cells" / row.cell) for row in rows}
     made = {row: folder.made_images() for row, folder in folders.items() if folder.finished}
 
+    def opened(row: Row, index: int) -> Image.Image | None:
+        with contextlib.suppress(OSError):  # deleted or damaged
+            return Image.open(io.BytesIO(read_plain(folders[row].image_file(index)))).convert("RGB")
+        return None
+
     def picture(row: Row, index: int) -> Picture:
-        try:
-            uri = _webp(read_plain(folders[row].image_file(index)), *clip)
-        except OSError:  # deleted or damaged
-            uri = ""
-        return Picture(row, index, made[row][index].prompt, uri)
+        shown, untouched = opened(row, index), opened(base, index) if base in made and row is not base else None
+        change = _webp(difference(untouched, shown), *clip) if shown and untouched else ""
+        return Picture(row, index, made[row][index].prompt, _webp(shown, *clip) if shown else "", change)
 
     images = min(map(len, made.values()), default=0)
     count = min(_COLUMNS, images)
@@ -108,46 +117,42 @@ def pictures_of(results: Results) -> tuple[list[list[Picture]], Changed]:
     return [[picture(row, index) for index in latents] for row in made], changed
 
 
-def _uri(kind: str, content: bytes) -> str:
+def data_uri(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def _webp(content: bytes, frames: int, rate: float) -> str:
-    from PIL import Image
-
-    picture = Image.open(io.BytesIO(content)).convert("RGB")
+def _webp(picture: Image.Image, frames: int, rate: float) -> str:
     height, every = picture.height // frames, -(-frames // _FRAMES)
     tops = range(0, picture.height, every * height)
-    first, *rest = (picture.crop((0, top, picture.width, top + height)) for top in tops)
+    shown = [picture.crop((0, top, picture.width, top + height)) for top in tops]
+    return webp(shown, _EDGE, duration=round(1000 * every / rate), loop=0)
+
+
+def webp(frames: Sequence[Image.Image], edge: int, **clip: Any) -> str:
+    """Return an image, or the frames of a clip, for a page; the longer side has at most so many pixels."""
+    stream, (first, *rest) = io.BytesIO(), [frame.copy() for frame in frames]
     for frame in (first, *rest):
-        frame.thumbnail((_EDGE, _EDGE), Image.Resampling.LANCZOS)
-    options: dict[str, Any] = {"quality": 84, "method": 4, "use_sharp_yuv": True}
-    if frames > 1:
-        options |= {"save_all": True, "append_images": rest, "duration": round(1000 * every / rate), "loop": 0}
-    stream = io.BytesIO()
-    first.save(stream, "WEBP", **options)
-    return _uri("image/webp", stream.getvalue())
+        frame.thumbnail((edge, edge), Image.Resampling.LANCZOS)
+    options: dict[str, Any] = {"save_all": True, "append_images": rest, **clip} if rest else {}
+    first.save(stream, "WEBP", quality=90, method=4, use_sharp_yuv=True, **options)
+    return data_uri("image/webp", stream.getvalue())
 
 
 _HERE = Path(__file__).parent
-STYLE = _HERE / "style.css"
 
 
 def render_page(results: Results, plots: Sequence[tuple[Chart, bytes]]) -> str:
-    from markupsafe import Markup
-
     grid, changed = pictures_of(results)
+    metrics = metrics_table(results)
     shared = {
-        "style": Markup(STYLE.read_text(encoding="utf-8")),
-        "script": Markup((_HERE / "script.js").read_text(encoding="utf-8")),
         "results": results,
         "styles": styles(results),
         "headline": headline(results),
         "recommended": recommended(results),
         "findings": findings(results),
-        "main": main_table(results),
-        "metrics": metrics_table(results),
-        "more": more_table(results),
+        "main": told_apart(main_table(results)),
+        "metrics": metrics and told_apart(metrics),
+        "more": told_apart(more_table(results)),
         "published": published_table(results),
         "comparable": comparison(results),
         "kernels": [name for name in results.distances if is_kernel(name)],
@@ -157,21 +162,25 @@ def render_page(results: Results, plots: Sequence[tuple[Chart, bytes]]) -> str:
         "facts": [*flatten(results.environment), *flatten({"reference": results.data.get("reference")})],
         "protocol": json.dumps(results.protocol, indent=2, ensure_ascii=False, default=str),
         "edge": _EDGE,
+        "brighter": BRIGHTER,
         "grid": grid,
         "changed": changed,
-        "plots": [(plot, _uri("image/png", png)) for plot, png in plots],
+        "plots": [(plot, data_uri("image/png", png)) for plot, png in plots],
     }
     return page_template(_HERE / "template.html.j2").render(**shared)
 
 
 def page_template(path: Path) -> jinja2.Template:
-    """Return the template of a page: all that is put into it is escaped, and all that it names must be given."""
+    """Return the template of a page, with what pages share: all that is put into it is escaped, and must be given."""
     import jinja2
+    from markupsafe import Markup
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(path.parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        loader=jinja2.FileSystemLoader([path.parent, _HERE]), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    for name in ("style.css", "script.js"):
+        environment.globals[Path(name).stem] = Markup((_HERE / name).read_text(encoding="utf-8"))
     return environment.get_template(path.name)
 
 

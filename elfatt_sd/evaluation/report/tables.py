@@ -129,6 +129,25 @@ def make_table(results: Results, columns: Sequence[Column]) -> Table:
     return Table(titles, [title != "Method" and "erdict" not in title for title in titles], lines)
 
 
+def told_apart(table: Table) -> tuple[Table, str]:
+    """Leave out the columns that are the same in all rows, and say what stands there."""
+    kept, same, missing = [0], list[str](), list[str]()
+    for place, title in list(enumerate(table.titles))[1:]:
+        entries = (line.entries[place] for line in table.lines)
+        texts = [f"{each.text} {each.small}".strip() for each in entries if each.text not in (REFERENCE, DASH)]
+        if len(set(texts)) > 1 or len(texts) == 1:
+            kept.append(place)
+        elif texts[:1] == [MISSING]:
+            missing.append(title)
+        elif texts:
+            same.append(f"{title.rstrip(' ↑↓')}: {texts[0]}")
+    said = [f"The same in all rows: {'; '.join(same)}."] * bool(same)
+    said += [f"Not measured: {', '.join(missing)}."] * bool(missing)
+    lines = [replace(line, entries=[line.entries[place] for place in kept]) for line in table.lines]
+    left = Table([table.titles[place] for place in kept], [table.figures[place] for place in kept], lines)
+    return left, " ".join(said)
+
+
 def published_table(results: Results) -> tuple[list[str], list[list[str]]]:
     """Return the published table, which stands in the protocol, as titles and texts."""
     names = dict.fromkeys(key for row in results.published.rows for key in row)
@@ -473,7 +492,9 @@ def _speed(results: Results) -> str:
     best, again = next(iter(_fastest(results)), None), results.null and results.null.speed
     if best is None or best.speed is None:
         return "Time was not measured."
-    place = f" on {results.hardware}" if results.hardware else ""
-    start = "Fastest by the median" if _is_faster(results, best) else "None is shown to be faster; highest median"
+    timed = PARTS[results.time_part] + (f" on {results.hardware}" if results.hardware else "")
     noise = f"; the null row, untouched again: {_times(again)}" if again else ""
-    return f"{start}, {PARTS[results.time_part]}{place}: {best.name}, {_times(best.speed)} as fast{noise}."
+    if best is recommended(results):  # which the headline names, with its speed
+        return f"Timed {timed}{noise}."
+    start = "Fastest by the median" if _is_faster(results, best) else "None is shown to be faster; highest median"
+    return f"{start}, {timed}: {best.name}, {_times(best.speed)} as fast{noise}."

@@ -128,6 +128,8 @@ def test_pictures_are_those_of_the_same_latent_and_the_most_changed(run):
     difference = [abs(a - b) for a, b in zip(small.tobytes(), original.tobytes(), strict=True)]
     assert sum(difference) / len(difference) < 8
     assert ["sd", *(row.cell for row, _ in found)] == finished
+    change = Image.open(io.BytesIO(base64.b64decode(found[-1][1][0][1].change.split("base64,")[1]))).convert("L")
+    assert change.getextrema()[1] > 0 and not first.change, "of the method; untouched has none"
     for row, pairs in found:
         assert [(before.index, after.index) for before, after in pairs] == [(3, 3), (7, 7), (1, 1)]
         assert all(before.row.role == "baseline" and after.row is row for before, after in pairs)
@@ -218,6 +220,7 @@ addEventListener("load", () => {
     names: [id("compare-left-tag").textContent, id("compare-right-tag").textContent],
     before: id("compare-before").src, after: id("compare-after").src,
     hidden: id("compare-before").hidden || id("compare-after").hidden, text: id("compare-text").textContent,
+    change: id("compare-change").hidden || id("compare-change").innerText,
   });
   const set = (name, value, kind) => {
     id(name).value = value;
@@ -235,6 +238,7 @@ addEventListener("load", () => {
   told.focus = document.activeElement.id;
   told.images = [...document.images].filter((image) => image.src && !image.naturalWidth).length;
   told.colours = [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color];
+  told.plot = getComputedStyle(document.querySelector(".plots img")).filter;
   const result = document.createElement("pre");
   result.id = "probe-result";
   result.textContent = JSON.stringify(told);
@@ -274,6 +278,10 @@ def test_the_page_works_light_and_dark(tmp_path_factory):
     for each, colours in zip(seen, paper_and_ink, strict=True):
         assert each["problems"] == [] and each["images"] == 0 and each["overflow"] <= 0
         assert each["colours"] == colours
+    assert [each["plot"] for each in seen] == ["none", "invert(1) hue-rotate(180deg)"]
+    assert (
+        "difference to untouched, 10 times as bright" in told["clicked"]["change"] and told["missing"]["change"] is True
+    )
     start, method, other = told["start"], told["method"], told["picture"]
     assert (start["at"], told["moved"]["at"]) == ("50%", "75%") and start["clip"] != told["moved"]["clip"]
     assert start["names"] == ["SD (Baseline)", "ELFATT-SD 0.3"] and start["before"] != start["after"]

@@ -19,6 +19,7 @@ from elfatt_sd.evaluation.report.tables import (
     more_table,
     recommended,
     to_markdown,
+    told_apart,
     written_tables,
 )
 from elfatt_sd.evaluation.statistics import TOO_FEW
@@ -81,6 +82,20 @@ def test_numbers_are_as_in_print_with_the_decimals_that_are_known(results):
     assert columns(main_table(shown))["FD-toy ↓"][0].note == "[0.0, 19.0]"
     entry = columns(more_table(shown))["KD-toy ↓"][0]
     assert (entry.text, entry.note) == (f"{minus}123922", f"[{minus}400000, 150000]")
+
+
+def test_what_no_row_differs_in_is_said_once(results):
+    """Where only one row has a figure, it stays."""
+    everything = main_table(verdicts(results, *[NONE] * 9))
+    left, said = told_apart(everything)
+    assert said == f"The same in all rows: Verdict: {NONE}."
+    assert columns(left) == {title: each for title, each in columns(everything).items() if title != "Verdict"}
+    for row in results["rows"]:
+        row |= {"memory": None, "settings": {"ratio": 0.5}}
+    said = f"The same in all rows: Ratio: 0.5; Verdict: {NONE}. Not measured: GiB/img."
+    assert told_apart(main_table(Results.of(results)))[1] == said
+    results["rows"] = results["rows"][:3:2]
+    assert {"Verdict", "PSNR, dB"} <= set(told_apart(main_table(Results.of(results)))[0].titles)
 
 
 def test_what_was_not_measured_says_so_and_why(results):
@@ -213,7 +228,8 @@ def test_no_verdict_and_no_extrapolated_difference_of_few_classes_is_shown(tmp_p
     texts += [page.read_text(encoding="utf-8"), headline(shown), *findings(shown)]
     assert not any(number in text for text in texts for number in ("2132", "5132", "868.0", "+868"))
     assert not any(re.search(r"\b(better|worse)\b", text) for text in [*texts[:2], *texts[3:]])
-    assert sum(item.get("class") == "few" for item in Page(page).all("td")) == 2 * 9, "distance and kernel distance"
+    said = Page(page).text
+    assert f"Verdict: {TOO_FEW}" in said and f"KD-toy verdict: {TOO_FEW}" in said, "once, for all rows"
     assert findings(shown)[0].startswith("No verdicts, and no intervals: an interval over fewer than 30 classes")
     assert differences(shown) is None
     for _, distance in distances(results):
