@@ -304,11 +304,16 @@ Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality
 """The name of a preset, for type checkers; `sd` is the untouched model."""
 METHODS: tuple[Method, ...] = get_args(Method)
 """The names of all presets. `docs/choose.md` compares them."""
-DEFAULT: Method = "elfatt"
+AUTO = "auto"  # `FAST` where that pays, and otherwise nothing; see `patch.decided`
+FAST: Method = "elfatt-fast"
+DEFAULT = AUTO
 UNTOUCHED: Method = "sd"
 # Those with a colour of their own in plots, in the colours' order: pages that are there already keep theirs.
 COLOURED = ("elfatt", "tome", "agent", "elfatt-fast", "tomesd", "elfatt-quality")
-reserve((*METHODS, *COLOURED), [*RUN_SETTINGS, *(field.name for field in dataclasses.fields(Phase)), "active_fraction"])
+reserve(
+    (AUTO, *METHODS, *COLOURED),
+    [*RUN_SETTINGS, *(field.name for field in dataclasses.fields(Phase)), "active_fraction"],
+)
 
 
 def method_names() -> list[str]:
@@ -328,15 +333,21 @@ def known_method(name: object) -> Method:
     Raises:
         ElfattError: there is no such method; the message lists those that there are.
     """
+    return _known(name)
+
+
+def _known(name: object, *more: str) -> Method:
     if isinstance(name, str) and ":" in name:
         name = attention_named(name).name
-    errors.choice("method", name, method_names())
+    errors.choice("method", name, [*more, *method_names()])
     return cast(Method, name)
 
 
 def method_named(name: object) -> PatchConfig:
     """Return the configuration of a method; a registered attention attends in the whole run."""
-    known = known_method(name)
+    if name == AUTO:
+        return _AUTO
+    known = _known(name, AUTO)
     return PRESETS[known] if known in PRESETS else PatchConfig(known, (Phase(1.0, attention_named(known)()),))
 
 
@@ -366,6 +377,13 @@ PRESETS: dict[Method, PatchConfig] = {
     # of its speed is closer to untouched: docs/quality.md, `study_residual`; 512 of its images: `study_presets`.
     "elfatt-quality": PatchConfig("elfatt-quality", (Phase(1.0, "sampled", keys=512, residual_steps=4),)),
 }
+
+_AUTO = dataclasses.replace(PRESETS[FAST], method=AUTO)
+
+
+def is_auto(config: PatchConfig) -> bool:
+    return config.method == AUTO and config == _AUTO.with_settings(**config.changes)
+
 
 # The same methods for transformers, where tokens have rotary positions and cannot be merged. The two beyond the paper
 # have the closest attention of those that keep nothing from step to step (which takes gigabytes here), after exact

@@ -19,7 +19,7 @@ from torch import nn
 
 from elfatt_sd.config import PatchConfig, method_named
 from elfatt_sd.devices import device_name
-from elfatt_sd.drawing.studio import check_run, check_steps, own_settings, taken, tell_cut_prompts, versions
+from elfatt_sd.drawing.studio import check_run, check_steps, own_settings, tell_cut_prompts, versions
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation.prompts import PromptFile, read_prompts
 from elfatt_sd.families import family_of, find_denoisers, main_denoiser, step_denoisers, unwrap
@@ -29,6 +29,7 @@ from elfatt_sd.measure import Progress as Tell
 from elfatt_sd.methods import attentions
 from elfatt_sd.patch import patches_of, remove_patch, restored
 from elfatt_sd.phases import StepReuse, reused_steps
+from elfatt_sd.plans import taken
 from elfatt_sd.runtime.layer import fitted
 from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.toy.renderer import caption, sample_scenes

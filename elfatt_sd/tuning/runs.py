@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.drawing.studio import Pixels, Shot, dimensions_of, draw, exact_size, guidance_options, taken
+from elfatt_sd.drawing.studio import Pixels, Shot, dimensions_of, draw, exact_size, guidance_options
 from elfatt_sd.errors import ElfattError, ElfattFailure, is_out_of_memory
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.measure import Progress
 from elfatt_sd.patch import apply_patch, restored
-from elfatt_sd.plans import input_grid
+from elfatt_sd.plans import input_grid, taken
 from elfatt_sd.runtime.layer import around_forward
 
 _CPU = torch.device("cpu")

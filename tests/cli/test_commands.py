@@ -97,7 +97,7 @@ def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path:
     draw(model, tmp_path / "out", "--config", saved, "--set", "fp32_logits=true")
     record = json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())
     assert PatchConfig.from_dict(record["config"]) == config.with_settings(fp32_logits=True)
-    result = call("patch", model, "--ratio", 0.25, "--block-order", "curve")
+    result = call("patch", model, "--method", "elfatt", "--ratio", 0.25, "--block-order", "curve")
     assert result.exit_code == 0, result.output
     assert "elfatt: patches 3 of 7 self-attention layers" in result.stdout
     lines = result.stdout.split("In Python:")[1]
@@ -106,9 +106,13 @@ def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path:
     assert names["pipe"].unet.elfatt_patch.config == PatchConfig.preset("elfatt", ratio=0.25, block_order="curve")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    shape = call("patch", "sd15").stdout  # equal layers are one row, and nothing is loaded
+    shape = call(
+        "patch", "sd15", "--width", 1024, "--save", tmp_path / "auto.json"
+    ).stdout  # equal layers are one row, and nothing is loaded
     assert max(map(len, plain(shape))) <= 80 and len(plain(shape)) < 45 and "…" not in shape
     assert '    pipe = elfatt_sd.load_pipeline("path/or/hub-id")' in plain(shape)
+    assert shape.startswith("auto: elfatt-fast, 1.28 times as fast by multiply-adds (input 64x128)\n")
+    assert PatchConfig.load(tmp_path / "auto.json") == PatchConfig.preset("elfatt-fast")
 
 
 def test_tune_saves_settings_and_writes_a_page(model: Path, tmp_path: Path) -> None:
