@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,11 +10,23 @@ from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
 import torch
+from torch import nn
 
 from elfatt_sd.attention.softmax import make_ready
-from elfatt_sd.config import DEFAULT, FAST, UNTOUCHED, Method, PatchConfig, is_auto, method_named, warn_without_effect
+from elfatt_sd.config import (
+    DEFAULT,
+    FAST,
+    UNTOUCHED,
+    Method,
+    Origin,
+    PatchConfig,
+    is_auto,
+    method_named,
+    warn_without_effect,
+)
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers, levels_of, main_denoiser, select_layers, takes_steps, unwrap
+from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Settings
 from elfatt_sd.plans import Plan, default_of, input_grid, make_plan
@@ -32,7 +45,7 @@ PAYS, PAYS_ON_A_GPU = 1.12, 1.3
 
 def apply_patch(
     pipe: Pipeline,
-    method: Method | str | PatchConfig | Attention = DEFAULT,
+    method: Method | str | os.PathLike[str] | PatchConfig | Attention = DEFAULT,
     *,
     autotune: bool = False,
     take_over: Sequence[str | type] = (),
@@ -43,7 +56,8 @@ def apply_patch(
     Args:
         pipe: a diffusers pipeline with a UNet or a transformer of a known family, or such a module. Its ControlNets
             are patched too.
-        method: the name of a preset or of a registered attention, a configuration, or an attention for the whole run.
+        method: the name of a preset or of a registered attention, a configuration, an attention for the whole run, or
+            settings that `tune` found: their file, their folder, or their id on the hub.
             `auto` is `elfatt-fast` where that is expected to pay at the pipeline's own size and steps, and otherwise
             nothing; a line is printed that says which. For another size give `plan(pipe, height=...).config`.
         autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
@@ -76,6 +90,8 @@ def apply_patch(
             whole = not takes_steps(name)
             Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, whole).install()
         _warn_of_others_processors(chosen, config)
+        if config.origin is not None:
+            _warn_of_origin(config.origin, main, owner)
         if not autotune:
             warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))
     return pipe
@@ -84,6 +100,19 @@ def apply_patch(
 def warn_if_slower(planned: Plan) -> None:
     if planned.slower:
         warn("slower", 4, method=planned.config.method, slower=planned.slower)
+
+
+def _warn_of_origin(origin: Origin, main: nn.Module, owner: Owner) -> None:
+    """Say that settings are of another model or scheduler; if they are of this one, its first run tells the rest."""
+    (kind, configuration, weights), scheduler = fingerprint(main), owner()
+    here = [f"a {kind}"] * (kind != origin.kind) or [f"another {kind}"] * (configuration != origin.configuration)
+    here = here or ["other weights"] * ("" != weights != origin.weights != "")
+    if scheduler is not None and type(scheduler).__name__ != origin.scheduler:
+        here += [type(scheduler).__name__]
+    if here:
+        warn("other origin", 4, origin=origin, here=", ".join(here))
+    else:
+        owner.origin = origin
 
 
 def _class_names(take_over: Any) -> tuple[str, ...]:
@@ -156,7 +185,7 @@ def _owner(pipe: Any) -> Owner | None:
 @contextmanager
 def patched(
     pipe: Any,
-    method: Method | str | PatchConfig | Attention = DEFAULT,
+    method: Method | str | os.PathLike[str] | PatchConfig | Attention = DEFAULT,
     *,
     autotune: bool = False,
     take_over: Sequence[str | type] = (),
@@ -202,7 +231,7 @@ def restored(pipe: Any) -> Iterator[None]:
 
 def plan(
     pipe: Any,
-    method: Method | str | PatchConfig | Attention = DEFAULT,
+    method: Method | str | os.PathLike[str] | PatchConfig | Attention = DEFAULT,
     *,
     height: int | None = None,
     width: int | None = None,

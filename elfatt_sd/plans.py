@@ -171,6 +171,7 @@ class Plan:
             f"{giga(self.multiply_adds_after)} G after on average ({fraction:.0%})"
         )
         rows += [self.slower] if self.slower else []
+        rows += [f"tuned for {origin}: {origin.promised}"] if (origin := self.config.origin) else []
         if kept := self.kept_bytes:
             how = {"fp8": "8 bits, kept on the device", "host": "16 bits, kept on the host"}
             rows.append(

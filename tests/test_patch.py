@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import pickle
@@ -17,8 +19,9 @@ from support import tiny_pipelines as tiny
 from support.checks import ACTIVE, counting, elfatt_processors, like, picture_of, processors
 
 import elfatt_sd
-from elfatt_sd.config import PatchConfig, Phase
+from elfatt_sd.config import Origin, PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.runtime import call as state_module
 
 
@@ -166,6 +169,30 @@ def test_what_has_no_effect_is_warned_of_once(pipe: Any) -> None:
     elfatt_sd.apply_patch(pipe, "tome", stride=64)
     with pytest.warns(UserWarning, match="no token of 16x16 can be merged by tome, whose attention is exact there"):
         picture_of(pipe, steps=2)
+
+
+def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
+    """Of a model and a scheduler as soon as they are applied, and of a run in its first step; not of another dtype."""
+    of_run = (32, 32, 1, (1, 16, 16), 4, type(pipe.scheduler).__name__, 3.0, "cpu", "float32")
+    origin = Origin("small", *fingerprint(pipe.unet), *of_run, "", "", 8, 12, {}, "2026-11-29")
+    config = PatchConfig("tuned", (Phase(1.0, "sampled", keys=16),), origin=origin)
+    begins = f"elfatt-sd: these settings were tuned for small at 32x32, 4 steps, {origin.scheduler}; here: "
+    assert f"tuned for {origin}: " in str(elfatt_sd.plan(pipe, config))
+    assert fingerprint(copy.deepcopy(pipe.unet).bfloat16()) == fingerprint(pipe.unet)
+    runs: list[tuple[dict[str, Any], str]] = [({}, ""), ({"steps": 3}, "3 steps"), ({"height": 64}, "32x64")]
+    for given, here in [*runs, ({"guidance_scale": 5.0, "steps": 2}, "2 steps, guidance 5.0")]:
+        elfatt_sd.apply_patch(pipe, config)
+        for says in (here, ""):  # the second time nothing: warnings are errors here
+            with pytest.warns(UserWarning, match=f"{begins}{here}. What") if says else contextlib.nullcontext():
+                picture_of(pipe, **{"steps": 4, **given})
+    other, models = tiny.unet(), {"weights": "other weights", "configuration": "another UNet2DConditionModel"}
+    other.conv_in.weight.data.neg_()
+    assert fingerprint(other)[:2] == fingerprint(pipe.unet)[:2] and fingerprint(other)[2] != fingerprint(pipe.unet)[2]
+    for name, here in {**models, "kind": "a UNet2DConditionModel", "scheduler": origin.scheduler}.items():
+        elsewhere = dataclasses.replace(config, origin=dataclasses.replace(origin, **{name: "else"}))
+        with pytest.warns(UserWarning, match=f"here: {here}. What was promised"):
+            elfatt_sd.apply_patch(pipe, elsewhere)
+        picture_of(pipe, steps=2)  # said once
 
 
 # Models that come into a pipeline, and go, after it was patched.

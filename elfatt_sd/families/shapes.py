@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 import json
 import warnings
 from collections.abc import Mapping
@@ -166,6 +168,28 @@ class Blueprint:
     def multiply_adds(self, grid: Grid) -> int | None:
         known = self.taking_over(grid, "")
         return None if known is None else known[0]
+
+
+@torch.no_grad()
+def fingerprint(denoiser: nn.Module) -> tuple[str, str, str]:
+    """Return a denoiser's class, and hashes of its configuration and of its weights; empty for weights not there.
+
+    Of the configuration, what differs from the class's own counts. Of the weights, names, shapes and the signs of a few
+    values of each do: they are the same on all devices and in all dtypes, and other training changes some of them.
+    """
+    module: Any = unwrap(denoiser)
+    own, digest = inspect.signature(type(module).__init__).parameters, hashlib.sha256()
+    plain = functools.partial(json.dumps, sort_keys=True, default=str)
+    config = {name: value for name, value in module.config.items() if name in own}
+    config = {name: value for name, value in config.items() if plain(value) != plain(own[name].default)}
+    there = True
+    for name, weight in module.named_parameters():
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        there &= weight.device.type != "meta"
+        some = weight.detach().flatten()[:: max(1, weight.numel() // 8)][:8]
+        digest.update(bytes(torch.signbit(some).tolist()) if there else b"")
+    hashes = hashlib.sha256(plain(config).encode()).hexdigest(), digest.hexdigest() if there else ""
+    return type(module).__name__, *(each[:20] for each in hashes)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)

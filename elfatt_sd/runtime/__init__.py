@@ -16,6 +16,10 @@ TEXTS = {
     "other model": (
         "the {name} of this {pipe} came into it after apply_patch, and has no patch; call apply_patch again."
     ),
+    "other origin": (
+        "these settings were tuned for {origin}; here: {here}. What was promised does not hold here; tune again, or "
+        "compare images."
+    ),
     "autotune": "with autotune, {layer} is {decision}.",
     "bypassed": f"{{layer}} stays exact: {BYPASSED}.",
     "copied": (

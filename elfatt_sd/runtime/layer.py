@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +40,7 @@ class Layers(NamedTuple):
     chosen: list[SelfAttention]  # those that a method patches
 
 
-def resolve(method: Method | str | PatchConfig | Attention, settings: Settings) -> PatchConfig:
+def resolve(method: Method | str | os.PathLike[str] | PatchConfig | Attention, settings: Settings) -> PatchConfig:
     if isinstance(method, Attention):
         method = PatchConfig(method.name, (Phase(1.0, method),))
     config = method if isinstance(method, PatchConfig) else method_named(method)

@@ -31,8 +31,8 @@ from elfatt_sd.patch import patches_of, remove_patch, restored
 from elfatt_sd.phases import StepReuse, reused_steps
 from elfatt_sd.plans import taken
 from elfatt_sd.runtime.layer import fitted
-from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.toy.renderer import caption, sample_scenes
+from elfatt_sd.tuning.card import embedded_name, with_origin
 from elfatt_sd.tuning.model import Choice, Predictor
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
 from elfatt_sd.tuning.proof import (
@@ -155,7 +155,7 @@ def tune(
     tell_cut_prompts(pipe, [*(sample.prompt for sample in samples), negative_prompt or ""])
     with restored(pipe):
         known = [(name, method_named(name)) for name in PRESETS if presets]
-        known += [("as it was", patch.config) for patch in patches_of(pipe).values()]
+        known += [("as it was", dataclasses.replace(patch.config, origin=None)) for patch in patches_of(pipe).values()]
         remove_patch(pipe)
         runs, start = Runs(pipe, settings, progress), time.monotonic()
         record = _record(runs)
@@ -172,7 +172,7 @@ def tune(
                 warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=2)
         proof = search.prove(search.settle())
         return Tuned(
-            config=UNTOUCHED if proof is None else proof.point.config,
+            config=UNTOUCHED if proof is None else with_origin(runs, search.budget, measure, proof),
             budget=budget,
             measure=measure,
             proof=proof,
@@ -188,9 +188,7 @@ def tune(
 
 def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
     """Return the steps, the guidance scale and the prompts of a model, where nobody gives others."""
-    where = str(getattr(pipe.config, "_name_or_path", ""))
-    embedded = next((name for name, each in EMBEDDED.items() if where == str(each.folder)), "")
-    if embedded:
+    if embedded := embedded_name(pipe):
         return (*own_settings(pipe, embedded), list(map(caption, sample_scenes(32, 1))))
     prompts = [prompt for _, prompt in read_prompts(PromptFile("images"))]
     return (*own_settings(pipe, ""), prompts[:: len(prompts) // 16])
