@@ -299,7 +299,7 @@ def patch(
         chosen = chosen._replace(config=planned.config, arguments=written)
     if save is not None:
         chosen.config.save(save)
-        chosen = build_patch(config_file=save, autotune=chosen.autotune)
+        chosen = build_patch(config_file=str(save), autotune=chosen.autotune)
     lines = ["import elfatt_sd", "", from_where.python(), f"elfatt_sd.apply_patch(pipe, {chosen.arguments})"]
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))

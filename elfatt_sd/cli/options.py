@@ -6,7 +6,6 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -45,11 +44,11 @@ PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
     "method": _patch(
         str,
         autocompletion=lambda: [DEFAULT, *METHODS],
-        help=f"{DEFAULT} (what pays here), one of {', '.join(METHODS)}, or package.module:Class.",
+        help=f"{DEFAULT} (what pays here), one of {', '.join(METHODS)}, package.module:Class, or saved settings.",
         show_default=DEFAULT,
     ),
     "config_file": _patch(
-        Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` or `tune --save` wrote."
+        str, "--config", metavar="FILE", help="Instead of a method, saved settings: a file, a folder, or a hub id."
     ),
     "ratio": _patch(float, help="Fraction of the tokens that are merged, 0 to less than 1."),
     "stride": _patch(int, help="One merge destination for each cell of this many tokens a side."),
@@ -75,7 +74,7 @@ class PatchOptions(NamedTuple):
 
 def build_patch(
     method: str | None = None,
-    config_file: Path | None = None,
+    config_file: str | None = None,
     autotune: bool | None = None,
     set: list[str] | None = None,
     **options: Any,
@@ -89,9 +88,9 @@ def build_patch(
         source = json.dumps(method)
     elif method is None:
         config = PatchConfig.load(config_file)
-        source = f"elfatt_sd.PatchConfig.load({str(config_file)!r})"
+        source = f"elfatt_sd.PatchConfig.load({config_file!r})"
     else:
-        raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
+        raise ElfattError(f"method={method!r} and config={config_file!r} exclude each other; give one of them.")
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
     return PatchOptions(config.with_settings(**settings), bool(autotune), source + written)
 

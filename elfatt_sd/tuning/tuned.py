@@ -19,6 +19,7 @@ from elfatt_sd.files import write_file
 from elfatt_sd.measure import Spread
 from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.phases import Phase, reused_steps, words_of_reuse
+from elfatt_sd.tuning.card import upload, write_folder
 from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Proof, peak_of
 from elfatt_sd.tuning.runs import png
@@ -54,6 +55,19 @@ class Tuned:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the settings as JSON, for `--config` and `PatchConfig.load`."""
         self.config.save(path)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the settings as a folder with a card, for `apply_patch`, `--method` and the hub (extra `eval`)."""
+        write_folder(self, Path(folder), self._plot(), Path(folder).name)
+
+    def push_to_hub(self, repo_id: str, *, token: str | None = None, private: bool = False) -> str:
+        """Write the same as a repository of the hub, `owner/name`, and return its address."""
+        return upload(self, self._plot(), repo_id, token, private)
+
+    def _plot(self) -> bytes:
+        need("the card of settings", "matplotlib")
+        with drawing():
+            return to_png(curve(self))
 
     def report(self, folder: str | os.PathLike[str]) -> Path:
         """Write a page with the curve, the map of the choices, and images side by side, and return its path."""
