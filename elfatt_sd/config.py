@@ -14,7 +14,7 @@ from typing import Any, Literal, Unpack, cast, get_args
 
 from elfatt_sd import errors
 from elfatt_sd.errors import ElfattError, ElfattFailure, is_unreachable, shortened
-from elfatt_sd.files import HUB_ID, checked, known_keys, write_json
+from elfatt_sd.files import HUB_ID, known_keys, write_json
 from elfatt_sd.methods import attention_named, attentions, is_own, reserve
 from elfatt_sd.phases import (
     DOWNSAMPLES,
@@ -39,35 +39,6 @@ from elfatt_sd.phases import (
 SETTINGS = "elfatt_sd.json"  # in a folder, or in a repository of the hub
 FORMAT = 1  # of files of settings that say where these come from
 _WITH_SUMS = ("auto", "native", "triton")  # backends that go with attentions that need log-sum-exps
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What settings were tuned for, and what was promised of them there."""
-
-    model: str  # its name
-    kind: str  # class of its denoiser
-    configuration: str  # of the denoiser, a hash, as the next one; see `families.shapes.fingerprint`
-    weights: str
-    width: int  # of an image in pixels
-    height: int
-    frames: int  # of a clip; an image has one
-    grid: tuple[int, int, int]  # of the denoiser's input: frames, rows, columns
-    steps: int
-    scheduler: str  # its class
-    guidance: float | None
-    device: str
-    dtype: str
-    asked: str  # in words
-    promised: str
-    prompts: int  # of the proof, and how many images were drawn of them
-    images: int
-    versions: dict[str, str]
-    date: str
-
-    def __str__(self) -> str:
-        clip = f", {self.frames} frames" * (self.frames > 1)
-        return f"{self.model} at {self.width}x{self.height}{clip}, {self.steps} steps, {self.scheduler}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +67,7 @@ class PatchConfig:
         reuse: stretches of the run in which steps take over from earlier ones, in order of `until`; what follows the
             last one computes everything.
         changes: what `with_settings` changed; neither compared nor saved.
-        origin: what `tune` found it for, until a setting is changed; saved, but not compared.
+        origin: what `tune` found it for, as plain data, until a setting is changed; saved, but not compared.
     """
 
     method: str = "custom"
@@ -114,7 +85,7 @@ class PatchConfig:
     per_layer: tuple[LayerPhases, ...] = ()
     reuse: tuple[StepReuse, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    origin: Origin | None = field(default=None, compare=False, repr=False)
+    origin: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
@@ -187,7 +158,7 @@ class PatchConfig:
         own: dict[str, Any] = {name: value for name, value in settings.items() if name in RUN_SETTINGS}
         per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name not in own}
         own |= {"reuse": reuse_of(own["reuse"])} if "reuse" in own else {}
-        own |= {"origin": None} if settings else {}
+        own |= {"origin": {}} if settings else {}
         fraction = per_phase.pop("active_fraction", None)
         check_settings(per_phase)
         ratio = per_phase.get("ratio", 0)
@@ -247,7 +218,7 @@ class PatchConfig:
             raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
         if (written := data.get("format", FORMAT)) != FORMAT:
             raise ElfattError(f"format={written!r} is that of a later version of elfatt-sd; pip install -U elfatt-sd.")
-        origin = None if data.get("origin") is None else checked(data["origin"], Origin)
+        [origin] = objects_of("origin", [data.get("origin", {})])
         data = {name: value for name, value in data.items() if name not in ("format", "origin")}
         known_keys("", data, _SAVED)
         own = []
@@ -266,10 +237,8 @@ class PatchConfig:
         Raises:
             OSError: it cannot be written.
         """
-        data = self.to_dict()
-        if self.origin is not None:
-            data = {"format": FORMAT, **data, "origin": dataclasses.asdict(self.origin)}
-        write_json(Path(path), data)
+        origin = {"format": FORMAT, "origin": dict(self.origin)} if self.origin else {}
+        write_json(Path(path), self.to_dict() | origin)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PatchConfig:
@@ -449,13 +418,10 @@ def _file_of(place: str | os.PathLike[str]) -> Path:
     try:
         return Path(hf_hub_download(name, SETTINGS))
     except Exception as error:
-        failed: type[ElfattError] = ElfattError
-        why = f"there is no such file or folder here, nor on the hub ({shortened(error)})"
+        failed, why = ElfattError, f"no settings ({SETTINGS}) of that name are on the hub"
         if is_unreachable(error):
-            failed, why = ElfattFailure, f"it is not here, and the hub cannot be reached ({shortened(error)})"
-        elif any(kind.__name__ == "EntryNotFoundError" for kind in type(error).__mro__):
-            why = f"the repository of the hub has no {SETTINGS}"
-        raise failed(f"config={name!r} cannot be loaded: {why}.") from error
+            failed, why = ElfattFailure, "the hub cannot be reached"
+        raise failed(f"config={name!r} is not on this machine, and {why}: {shortened(error)}") from error
 
 
 _AUTO = dataclasses.replace(PRESETS[FAST], method=AUTO)

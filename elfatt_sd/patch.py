@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
 import torch
-from torch import nn
 
 from elfatt_sd.attention.softmax import make_ready
 from elfatt_sd.config import (
@@ -18,7 +17,6 @@ from elfatt_sd.config import (
     FAST,
     UNTOUCHED,
     Method,
-    Origin,
     PatchConfig,
     is_auto,
     method_named,
@@ -30,7 +28,7 @@ from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Settings
 from elfatt_sd.plans import Plan, default_of, input_grid, make_plan
-from elfatt_sd.runtime import warn
+from elfatt_sd.runtime import warn, warn_of_origin
 from elfatt_sd.runtime.autotune import measure_phases
 from elfatt_sd.runtime.denoiser import OWNER, PATCH, Owner, Patch
 from elfatt_sd.runtime.layer import Layers, choose_layers, device_of, fitted, resolve
@@ -41,6 +39,7 @@ Pipeline = TypeVar("Pipeline")
 # 1.07 for 1.04 (SD 1.5 at 256x256), 1.26 for 1.14 (SDXL), 1.41 for 1.15 (SD 1.5 at 512x512). Flux and Qwen-Image at
 # 1024x1024 have 1.10. An H100 gave half: 1.04 at best for 1.15, 1.15 for 1.31. See docs/performance.md.
 PAYS, PAYS_ON_A_GPU = 1.12, 1.3
+OWN = (None, None, None)  # height, width and frames
 
 
 def apply_patch(
@@ -90,8 +89,9 @@ def apply_patch(
             whole = not takes_steps(name)
             Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, whole).install()
         _warn_of_others_processors(chosen, config)
-        if config.origin is not None:
-            _warn_of_origin(config.origin, main, owner)
+        here = {"weights": fingerprint(main), "scheduler": owner() and type(owner()).__name__} if config.origin else {}
+        if not warn_of_origin(config.origin, **here):
+            owner.origin = config.origin  # its first run tells the rest
         if not autotune:
             warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))
     return pipe
@@ -100,19 +100,6 @@ def apply_patch(
 def warn_if_slower(planned: Plan) -> None:
     if planned.slower:
         warn("slower", 4, method=planned.config.method, slower=planned.slower)
-
-
-def _warn_of_origin(origin: Origin, main: nn.Module, owner: Owner) -> None:
-    """Say that settings are of another model or scheduler; if they are of this one, its first run tells the rest."""
-    (kind, configuration, weights), scheduler = fingerprint(main), owner()
-    here = [f"a {kind}"] * (kind != origin.kind) or [f"another {kind}"] * (configuration != origin.configuration)
-    here = here or ["other weights"] * ("" != weights != origin.weights != "")
-    if scheduler is not None and type(scheduler).__name__ != origin.scheduler:
-        here += [type(scheduler).__name__]
-    if here:
-        warn("other origin", 4, origin=origin, here=", ".join(here))
-    else:
-        owner.origin = origin
 
 
 def _class_names(take_over: Any) -> tuple[str, ...]:
@@ -211,7 +198,7 @@ def patched(
     config = decided(pipe, resolve(method, settings), take_over)
     with restored(pipe):
         apply_patch(pipe, config, autotune=autotune, take_over=take_over)
-        yield _plan(pipe, config, (None, None, None), False, take_over)
+        yield _plan(pipe, config, OWN, False, take_over)
 
 
 @contextmanager
@@ -290,23 +277,18 @@ def _plan_auto(pipe: Any, config: PatchConfig, *others: Any) -> Plan:
     planned = _plan(pipe, method_named(FAST).with_settings(**config.changes), *others)
     speed, modules = planned.call.speed, unwrap(main_denoiser(pipe)).modules()
     least = PAYS if device_of(modules, torch.device("cpu")).type in ("cpu", "meta") else PAYS_ON_A_GPU
-    if speed is None:
-        said = "untouched, as the multiply-adds of a call cannot be counted; name a method"
-    else:
-        steps = f", {planned.steps} step{'s' * (planned.steps > 1)}" if planned.steps else ""
-        said = f"{FAST}, {speed:.2f} times as fast by multiply-adds (input {planned.grid}{steps})"
+    steps = f", {planned.steps} step{'s' * (planned.steps > 1)}" if planned.steps else ""
+    said = f"{FAST}, {speed or 0:.2f} times as fast by multiply-adds (input {planned.grid}{steps})"
     if speed is None or speed < least:
-        said = said if speed is None else f"untouched; {said} is below {least}"
+        said = f"untouched; {said} is below {least}"
+        if speed is None:
+            said = "untouched, as the multiply-adds of a call cannot be counted; name a method"
         planned = _plan(pipe, method_named(UNTOUCHED).with_settings(**config.changes), *others)
     return replace(planned, auto=f"auto: {said}")
 
 
 def decided(
-    pipe: Any,
-    config: PatchConfig,
-    take_over: Sequence[str | type] = (),
-    size: tuple[int | None, int | None, int | None] = (None, None, None),
-    steps: int | None = None,
+    pipe: Any, config: PatchConfig, take_over: Sequence[str | type] = (), size: Any = OWN, steps: int | None = None
 ) -> PatchConfig:
     """Return what `auto` is for a pipeline, and say it; another configuration as it is."""
     if not is_auto(config):

@@ -22,6 +22,7 @@ from elfatt_sd.families.cuts import OUTPUT
 from elfatt_sd.families.shapes import Blueprint
 from elfatt_sd.methods import Grid, Size
 from elfatt_sd.phases import EXACT, Phase, StepReuse, reused_steps, words_of_reuse
+from elfatt_sd.runtime import origin_in_words
 from elfatt_sd.runtime.autotune import Decision, matching_uses
 from elfatt_sd.runtime.memory import kept_bytes, readable
 
@@ -171,7 +172,8 @@ class Plan:
             f"{giga(self.multiply_adds_after)} G after on average ({fraction:.0%})"
         )
         rows += [self.slower] if self.slower else []
-        rows += [f"tuned for {origin}: {origin.promised}"] if (origin := self.config.origin) else []
+        if origin := self.config.origin:
+            rows.append(f"tuned for {origin_in_words(origin)}: {origin.get('promised')}")
         if kept := self.kept_bytes:
             how = {"fp8": "8 bits, kept on the device", "host": "16 bits, kept on the host"}
             rows.append(

@@ -19,7 +19,7 @@ from support import tiny_pipelines as tiny
 from support.checks import ACTIVE, counting, elfatt_processors, like, picture_of, processors
 
 import elfatt_sd
-from elfatt_sd.config import Origin, PatchConfig, Phase
+from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.runtime import call as state_module
@@ -173,25 +173,25 @@ def test_what_has_no_effect_is_warned_of_once(pipe: Any) -> None:
 
 def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
     """Of a model and a scheduler as soon as they are applied, and of a run in its first step; not of another dtype."""
-    of_run = (32, 32, 1, (1, 16, 16), 4, type(pipe.scheduler).__name__, 3.0, "cpu", "float32")
-    origin = Origin("small", *fingerprint(pipe.unet), *of_run, "", "", 8, 12, {}, "2026-11-29")
+    scheduler, other = type(pipe.scheduler).__name__, tiny.unet()
+    origin = {"model": "small", "size": "32x32", "input": "16x16", "steps": 4, "guidance": 3.0, "scheduler": scheduler}
+    origin["weights"] = fingerprint(pipe.unet)
     config = PatchConfig("tuned", (Phase(1.0, "sampled", keys=16),), origin=origin)
-    begins = f"elfatt-sd: these settings were tuned for small at 32x32, 4 steps, {origin.scheduler}; here: "
-    assert f"tuned for {origin}: " in str(elfatt_sd.plan(pipe, config))
-    assert fingerprint(copy.deepcopy(pipe.unet).bfloat16()) == fingerprint(pipe.unet)
-    runs: list[tuple[dict[str, Any], str]] = [({}, ""), ({"steps": 3}, "3 steps"), ({"height": 64}, "32x64")]
-    for given, here in [*runs, ({"guidance_scale": 5.0, "steps": 2}, "2 steps, guidance 5.0")]:
+    words = f"small at 32x32, 4 steps, {scheduler}"
+    assert f"tuned for {words}: " in str(elfatt_sd.plan(pipe, config))
+    assert fingerprint(other) == fingerprint(copy.deepcopy(pipe.unet).bfloat16()) == fingerprint(pipe.unet)
+    other.conv_in.weight.data.neg_()
+    assert fingerprint(other) != fingerprint(pipe.unet) and not fingerprint(other.to("meta"))
+    runs: list[tuple[dict[str, Any], str]] = [({}, ""), ({"steps": 3}, "steps 3"), ({"height": 64}, "input 32x16")]
+    for given, here in [*runs, ({"guidance_scale": 5.0, "steps": 2}, "steps 2, guidance 5.0")]:
         elfatt_sd.apply_patch(pipe, config)
         for says in (here, ""):  # the second time nothing: warnings are errors here
-            with pytest.warns(UserWarning, match=f"{begins}{here}. What") if says else contextlib.nullcontext():
+            said = pytest.warns(UserWarning, match=f"these settings were tuned for {words}; here: {here}. What")
+            with said if says else contextlib.nullcontext():
                 picture_of(pipe, **{"steps": 4, **given})
-    other, models = tiny.unet(), {"weights": "other weights", "configuration": "another UNet2DConditionModel"}
-    other.conv_in.weight.data.neg_()
-    assert fingerprint(other)[:2] == fingerprint(pipe.unet)[:2] and fingerprint(other)[2] != fingerprint(pipe.unet)[2]
-    for name, here in {**models, "kind": "a UNet2DConditionModel", "scheduler": origin.scheduler}.items():
-        elsewhere = dataclasses.replace(config, origin=dataclasses.replace(origin, **{name: "else"}))
+    for name, here in {"weights": "other weights", "scheduler": f"scheduler {scheduler}"}.items():
         with pytest.warns(UserWarning, match=f"here: {here}. What was promised"):
-            elfatt_sd.apply_patch(pipe, elsewhere)
+            elfatt_sd.apply_patch(pipe, dataclasses.replace(config, origin={**origin, name: "else"}))
         picture_of(pipe, steps=2)  # said once
 
 

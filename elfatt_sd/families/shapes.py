@@ -171,25 +171,23 @@ class Blueprint:
 
 
 @torch.no_grad()
-def fingerprint(denoiser: nn.Module) -> tuple[str, str, str]:
-    """Return a denoiser's class, and hashes of its configuration and of its weights; empty for weights not there.
+def fingerprint(denoiser: nn.Module) -> str:
+    """Return a hash of a denoiser that is the same on all devices and in all dtypes; empty where weights are not there.
 
-    Of the configuration, what differs from the class's own counts. Of the weights, names, shapes and the signs of a few
-    values of each do: they are the same on all devices and in all dtypes, and other training changes some of them.
+    It is of its class, of what its configuration changes of the class's own, and of the weights' names, shapes, and the
+    signs of eight values of each, of which other training changes some.
     """
     module: Any = unwrap(denoiser)
-    own, digest = inspect.signature(type(module).__init__).parameters, hashlib.sha256()
-    plain = functools.partial(json.dumps, sort_keys=True, default=str)
-    config = {name: value for name, value in module.config.items() if name in own}
-    config = {name: value for name, value in config.items() if plain(value) != plain(own[name].default)}
-    there = True
+    own, plain = inspect.signature(type(module).__init__).parameters, functools.partial(json.dumps, default=str)
+    config = {name: plain(value) for name, value in sorted(module.config.items()) if name in own}
+    changed = {name: value for name, value in config.items() if value != plain(own[name].default)}
+    digest = hashlib.sha256(f"{type(module).__name__}{changed}".encode())
     for name, weight in module.named_parameters():
-        digest.update(f"{name}{tuple(weight.shape)}".encode())
-        there &= weight.device.type != "meta"
+        if weight.device.type == "meta":
+            return ""
         some = weight.detach().flatten()[:: max(1, weight.numel() // 8)][:8]
-        digest.update(bytes(torch.signbit(some).tolist()) if there else b"")
-    hashes = hashlib.sha256(plain(config).encode()).hexdigest(), digest.hexdigest() if there else ""
-    return type(module).__name__, *(each[:20] for each in hashes)  # type: ignore[return-value]
+        digest.update(f"{name}{tuple(weight.shape)}{torch.signbit(some).tolist()}".encode())
+    return digest.hexdigest()[:20]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 BYPASSED = (
@@ -63,3 +64,15 @@ TEXTS = {
 
 def warn(kind: str, stacklevel: int = 3, **values: Any) -> None:
     warnings.warn(f"elfatt-sd: {TEXTS[kind].format(**values)}", stacklevel=stacklevel)
+
+
+def origin_in_words(origin: Mapping[str, Any]) -> str:
+    return "{} at {}, {} steps, {}".format(*map(origin.get, ("model", "size", "steps", "scheduler")))
+
+
+def warn_of_origin(origin: Mapping[str, Any], **here: Any) -> bool:
+    """Say what differs from what settings were tuned for, and return whether anything does."""
+    other = {name: value for name, value in here.items() if value and origin.get(name) not in (None, value)}
+    if words := ", ".join("other weights" if name == "weights" else f"{name} {other[name]}" for name in other):
+        warn("other origin", 4, origin=origin_in_words(origin), here=words)
+    return bool(other)

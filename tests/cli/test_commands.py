@@ -143,7 +143,7 @@ def test_paths_go_to_a_pipe_beside_a_bar() -> None:
 
 def test_control_c_is_one_line_and_finished_pictures_stay(model: Path, tmp_path: Path) -> None:
     """Of the launcher of a checkout, from any folder."""
-    words = ["generate", PROMPT, "--model", model, "--steps", 1, "--num-images", 100_000]
+    words = ["generate", PROMPT, "--model", model, "--method", "tome", "--steps", 1, "--num-images", 100_000]
     command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background have it ignored
