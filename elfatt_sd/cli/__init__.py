@@ -168,6 +168,8 @@ def generate(
         elfatt_sd.graphs(pipe)
     results: list[Result] = []
     studio = Studio(pipe, request, out)
+    if explain and not studio.request.config.active:
+        raise ElfattError("method='auto' changes nothing here to explain; give another method.")
     images = request.num_images * len(prompts)
     with progress(images, 2 * images + 1 if compare else images) as (studio.on_step, on_image):
         for result in compared(studio) if compare else studio.results():
