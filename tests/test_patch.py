@@ -183,8 +183,8 @@ def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
     other.conv_in.weight.data.neg_()
     assert fingerprint(other) != fingerprint(pipe.unet) and not fingerprint(other.to("meta"))
     runs: list[tuple[dict[str, Any], str]] = [({}, ""), ({"steps": 3}, "steps 3")]
-    runs += [({"height": 64, "width": 32}, "input 32x16"), ({"guidance_scale": 5.0, "steps": 2}, "steps 2, guidance 5.0")]
-    for given, here in runs:
+    runs.append(({"height": 64, "width": 32}, "input 32x16"))
+    for given, here in [*runs, ({"guidance_scale": 5.0, "steps": 2}, "steps 2, guidance 5.0")]:
         elfatt_sd.apply_patch(pipe, config)
         for says in (here, ""):  # the second time nothing: warnings are errors here
             said = pytest.warns(UserWarning, match=f"these settings were tuned for {words}; here: {here}. What")
