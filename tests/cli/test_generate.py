@@ -99,7 +99,7 @@ def test_compare_shows_the_untouched_image_beside_it(model: Path, tmp_path: Path
         columns = [sheet.crop((16, top, 16 + 48, top + 64)).tobytes() for top in range(sheet.height - 64)]
     assert pixels(tmp_path / "sd" / f"{FIRST}.png") in columns
     result = call("generate", PROMPT, "--model", model, "--compare", "--out", tmp_path / "auto")
-    assert result.stdout.startswith("auto: untouched; elfatt-fast, 0.9") and not files(tmp_path / "auto")
+    assert result.stdout.startswith("auto: untouched; elfatt-fast, 1.") and not files(tmp_path / "auto")
     assert result.stderr == "error: method='sd' changes nothing to compare with; give another method.\n"
     result = draw(model, tmp_path / "same", "--compare", "--method", "sd", "--attention-backend", "native")
     assert "identical: sd with settings changed nothing in this run" in result.stdout
