@@ -24,15 +24,13 @@ from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation.prompts import PromptFile, read_prompts
 from elfatt_sd.families import family_of, find_denoisers, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.families.cuts import OUTPUT
-from elfatt_sd.families.shapes import fingerprint as fingerprint_of
 from elfatt_sd.measure import CallTimer, Comparison, Turn, busy, ratios
 from elfatt_sd.measure import Progress as Tell
 from elfatt_sd.methods import attentions
 from elfatt_sd.patch import patches_of, remove_patch, restored
 from elfatt_sd.phases import StepReuse, reused_steps
-from elfatt_sd.plans import input_grid, taken
+from elfatt_sd.plans import taken
 from elfatt_sd.runtime.layer import fitted
-from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.toy.renderer import caption, sample_scenes
 from elfatt_sd.tuning.model import Choice, Predictor
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
@@ -47,8 +45,9 @@ from elfatt_sd.tuning.proof import (
     Proof,
     check_wanted,
     measure_named,
+    with_origin,
 )  # fmt: skip
-from elfatt_sd.tuning.runs import Drawn, DrawSettings, Runs, Sample, Store, fingerprint, short_hash
+from elfatt_sd.tuning.runs import Drawn, DrawSettings, Runs, Sample, Store, embedded_name, fingerprint, short_hash
 from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
 SEARCHED, IMAGES = 3, 24  # images of the search, and of the proof at most
@@ -173,7 +172,7 @@ def tune(
                 warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=2)
         proof = search.prove(search.settle())
         return Tuned(
-            config=UNTOUCHED if proof is None else _with_origin(pipe, proof, budget, record),
+            config=UNTOUCHED if proof is None else with_origin(pipe, proof, budget, record),
             budget=budget,
             measure=measure,
             proof=proof,
@@ -189,37 +188,10 @@ def tune(
 
 def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
     """Return the steps, the guidance scale and the prompts of a model, where nobody gives others."""
-    if embedded := _embedded(pipe):
+    if embedded := embedded_name(pipe):
         return (*own_settings(pipe, embedded), list(map(caption, sample_scenes(32, 1))))
     prompts = [prompt for _, prompt in read_prompts(PromptFile("images"))]
     return (*own_settings(pipe, ""), prompts[:: len(prompts) // 16])
-
-
-def _embedded(pipe: Any) -> str:
-    """Return the name of a pipeline of this package; empty for another one."""
-    where = str(getattr(pipe.config, "_name_or_path", ""))
-    return next((name for name, each in EMBEDDED.items() if where == str(each.folder)), "")
-
-
-def _with_origin(pipe: Any, proof: Proof, budget: Budget, record: dict[str, Any]) -> PatchConfig:
-    """Return settings that were proved, with what their file, and whoever applies them, is told."""
-    frames, where = proof.untouched[0].frames, record["model"] or record["pipeline"]
-    (width, height), clip = frames[0].size, f", {len(frames)} frames" * (len(frames) > 1)
-    origin = {
-        "model": _embedded(pipe) or (os.path.basename(os.path.abspath(where)) if os.path.exists(where) else where),
-        "weights": fingerprint_of(main_denoiser(pipe)),
-        "size": f"{width}x{height}{clip}",
-        "input": str(input_grid(pipe, height, width, len(frames) if clip else None)),
-        **{name: record["settings"][name] for name in ("steps", "guidance")},
-        "scheduler": type(pipe.scheduler).__name__,
-        **{name: record[name] for name in ("device", "dtype", "versions")},
-        "asked": budget.words(proof.measure),
-        "promised": f"{proof.words()}; {proof.point.times:.2f} times as fast",
-        "prompts": len({sample.prompt for sample in proof.samples}),
-        "images": len(proof.samples),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    return dataclasses.replace(proof.point.config, origin=origin)
 
 
 def _record(runs: Runs) -> dict[str, Any]:

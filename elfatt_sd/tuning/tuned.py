@@ -59,7 +59,7 @@ class Tuned:
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the settings as a folder with a card, for `apply_patch`, `--method` and the hub (extra `eval`)."""
-        self._write(Path(folder), Path(folder).name)
+        self._write(Path(folder), Path(folder).absolute().name)
 
     def push_to_hub(self, repo_id: str, *, token: str | None = None, private: bool = False) -> str:
         """Write that folder as a repository of the hub, `owner/name`, and return its address."""
