@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, Unpack, cast, get_args
 
 from elfatt_sd import errors
-from elfatt_sd.errors import ElfattError
-from elfatt_sd.files import known_keys, write_json
+from elfatt_sd.errors import ElfattError, ElfattFailure, is_unreachable, shortened
+from elfatt_sd.files import HUB_ID, known_keys, write_json
 from elfatt_sd.methods import attention_named, attentions, is_own, reserve
 from elfatt_sd.phases import (
     DOWNSAMPLES,
@@ -36,6 +36,8 @@ from elfatt_sd.phases import (
     reused_steps,
 )
 
+SETTINGS = "elfatt_sd.json"  # in a folder, or in a repository of the hub
+FORMAT = 1  # of files of settings that say where these come from
 _WITH_SUMS = ("auto", "native", "triton")  # backends that go with attentions that need log-sum-exps
 
 
@@ -65,6 +67,7 @@ class PatchConfig:
         reuse: stretches of the run in which steps take over from earlier ones, in order of `until`; what follows the
             last one computes everything.
         changes: what `with_settings` changed; neither compared nor saved.
+        origin: what `tune` found it for, as plain data, until a setting is changed; saved, but not compared.
     """
 
     method: str = "custom"
@@ -82,6 +85,7 @@ class PatchConfig:
     per_layer: tuple[LayerPhases, ...] = ()
     reuse: tuple[StepReuse, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    origin: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
@@ -154,6 +158,7 @@ class PatchConfig:
         own: dict[str, Any] = {name: value for name, value in settings.items() if name in RUN_SETTINGS}
         per_phase: dict[str, Any] = {name: value for name, value in settings.items() if name not in own}
         own |= {"reuse": reuse_of(own["reuse"])} if "reuse" in own else {}
+        own |= {"origin": {}} if settings else {}
         fraction = per_phase.pop("active_fraction", None)
         check_settings(per_phase)
         ratio = per_phase.get("ratio", 0)
@@ -193,7 +198,7 @@ class PatchConfig:
         return [name for name in settings if name not in used]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, ready for JSON."""
+        """Return plain data, ready for JSON; without the origin, as what is computed does not depend on it."""
         data = {name: getattr(self, name) for name in _SAVED}
         data["phases"] = [phase.to_dict() for phase in self.phases]
         data["reuse"] = list(map(dataclasses.asdict, self.reuse))
@@ -204,20 +209,24 @@ class PatchConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:
-        """Build a configuration from what `to_dict` gave.
+        """Build a configuration from what `to_dict` gave, or from what a file holds.
 
         Raises:
             ElfattError: a key is unknown, or a value is out of range.
         """
         if not isinstance(data, Mapping):
             raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
+        if (written := data.get("format", FORMAT)) != FORMAT:
+            raise ElfattError(f"format={written!r} is that of a later version of elfatt-sd; pip install -U elfatt-sd.")
+        [origin] = objects_of("origin", [data.get("origin", {})])
+        data = {name: value for name, value in data.items() if name not in ("format", "origin")}
         known_keys("", data, _SAVED)
         own = []
         for each in objects_of("per_layer", data.get("per_layer", ())):
             known_keys("per_layer.", each, ["layers", "phases"])
             own.append(LayerPhases(each.get("layers", ""), phases_of(each)))
         reuse = reuse_of(data.get("reuse", ()))
-        return cls(**{**data, "phases": phases_of(data), "per_layer": tuple(own), "reuse": reuse})
+        return cls(**{**data, "phases": phases_of(data), "per_layer": tuple(own), "reuse": reuse, "origin": origin})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON; a file that is there is replaced, as a whole or not at all.
@@ -228,23 +237,29 @@ class PatchConfig:
         Raises:
             OSError: it cannot be written.
         """
-        write_json(Path(path), self.to_dict())
+        origin = {"format": FORMAT, "origin": dict(self.origin)} if self.origin else {}
+        write_json(Path(path), self.to_dict() | origin)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PatchConfig:
-        """Read a configuration that `save` wrote.
+        """Read a configuration that `save` wrote, or settings that `tune` found.
 
         Args:
-            path: of the file.
+            path: of the file, of a folder that has it as `elfatt_sd.json`, or the id of such a repository of the hub.
 
         Raises:
             ElfattError: there is no such file, it is not JSON, or not a configuration.
+            ElfattFailure: the hub cannot be reached.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8-sig"))  # editors on Windows put a BOM first
+            data = json.loads(_file_of(path).read_text(encoding="utf-8-sig"))  # editors on Windows put a BOM first
         except (OSError, TypeError, ValueError, RecursionError) as error:
             what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read"
+            if isinstance(error, ElfattError):  # of the hub
+                raise
             reason = getattr(error, "strerror", None) or error
+            if isinstance(error, FileNotFoundError) and os.path.isdir(path):
+                reason = f"the folder has no {SETTINGS}"
             raise ElfattError(
                 f"config={str(path)!r} {what} ({reason}); give a file that `PatchConfig.save` or "
                 "`elfatt-sd patch --save` wrote."
@@ -298,17 +313,22 @@ class PatchConfig:
         return any(reused_steps(self.reuse, steps)[first:])
 
 
-_SAVED = tuple(each.name for each in dataclasses.fields(PatchConfig) if each.name != "changes")
+_SAVED = tuple(each.name for each in dataclasses.fields(PatchConfig) if each.name not in ("changes", "origin"))
 
 Method = Literal["sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality"]
 """The name of a preset, for type checkers; `sd` is the untouched model."""
 METHODS: tuple[Method, ...] = get_args(Method)
 """The names of all presets. `docs/choose.md` compares them."""
-DEFAULT: Method = "elfatt"
+AUTO = "auto"  # `FAST` where that pays, and otherwise nothing; see `patch.decided`
+FAST: Method = "elfatt-fast"
+DEFAULT = AUTO
 UNTOUCHED: Method = "sd"
 # Those with a colour of their own in plots, in the colours' order: pages that are there already keep theirs.
 COLOURED = ("elfatt", "tome", "agent", "elfatt-fast", "tomesd", "elfatt-quality")
-reserve((*METHODS, *COLOURED), [*RUN_SETTINGS, *(field.name for field in dataclasses.fields(Phase)), "active_fraction"])
+reserve(
+    (AUTO, *METHODS, *COLOURED),
+    [*RUN_SETTINGS, *(field.name for field in dataclasses.fields(Phase)), "active_fraction"],
+)
 
 
 def method_names() -> list[str]:
@@ -328,15 +348,23 @@ def known_method(name: object) -> Method:
     Raises:
         ElfattError: there is no such method; the message lists those that there are.
     """
+    return _known(name)
+
+
+def _known(name: object, *more: str) -> Method:
     if isinstance(name, str) and ":" in name:
         name = attention_named(name).name
-    errors.choice("method", name, method_names())
+    errors.choice("method", name, [*more, *method_names()])
     return cast(Method, name)
 
 
 def method_named(name: object) -> PatchConfig:
     """Return the configuration of a method; a registered attention attends in the whole run."""
-    known = known_method(name)
+    if name == AUTO:
+        return _AUTO
+    if name not in method_names() and is_place(name):
+        return PatchConfig.load(cast(str, name))
+    known = _known(name, AUTO)
     return PRESETS[known] if known in PRESETS else PatchConfig(known, (Phase(1.0, attention_named(known)()),))
 
 
@@ -366,6 +394,42 @@ PRESETS: dict[Method, PatchConfig] = {
     # of its speed is closer to untouched: docs/quality.md, `study_residual`; 512 of its images: `study_presets`.
     "elfatt-quality": PatchConfig("elfatt-quality", (Phase(1.0, "sampled", keys=512, residual_steps=4),)),
 }
+
+
+def is_hub_id(name: object) -> bool:
+    return bool(HUB_ID.fullmatch(str(name))) and not str(name).endswith(".json")
+
+
+def is_place(name: object) -> bool:
+    """Tell whether a method's name is that of a file, a folder, or a repository of the hub."""
+    text = str(name)
+    return isinstance(name, os.PathLike) or is_hub_id(text) or text.endswith(".json") or os.path.exists(text)
+
+
+def _file_of(place: str | os.PathLike[str]) -> Path:
+    """Return the file of settings in a place; from the hub it is loaded."""
+    path, name = Path(place), Path(place).as_posix()
+    if path.is_dir():
+        return path / SETTINGS
+    if path.exists() or not is_hub_id(name):
+        return path
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, SETTINGS))
+    except Exception as error:
+        failed, why = ElfattError, f"no settings ({SETTINGS}) of that name are on the hub"
+        if is_unreachable(error):
+            failed, why = ElfattFailure, "the hub cannot be reached"
+        raise failed(f"config={name!r} is not on this machine, and {why}: {shortened(error)}") from error
+
+
+_AUTO = dataclasses.replace(PRESETS[FAST], method=AUTO)
+
+
+def is_auto(config: PatchConfig) -> bool:
+    return config.method == AUTO and config == _AUTO.with_settings(**config.changes)
+
 
 # The same methods for transformers, where tokens have rotary positions and cannot be merged. The two beyond the paper
 # have the closest attention of those that keep nothing from step to step (which takes gigabytes here), after exact

@@ -7,7 +7,8 @@ import functools
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Collection
+import textwrap
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -150,3 +151,25 @@ def in_plain_words(error: Exception) -> str:
             amount = f": {size} more were asked for"
         return f"out of memory{amount}; give a smaller height and width, or close what else uses the memory"
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+_NOT_REACHED = {"ConnectionError", "TransportError", "Timeout", "TimeoutError", "gaierror", "OfflineModeIsEnabled"}
+_REACHED = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "RemoteEntryNotFoundError"}
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Tell whether it is the hub's fault, or the network's, that something could not be loaded; by names of classes."""
+    chain = list(causes(error))
+    names = {kind.__name__ for each in chain for kind in type(each).__mro__}
+    statuses = [getattr(getattr(each, "response", None), "status_code", 0) for each in chain]
+    return bool((names & _NOT_REACHED or max(statuses) >= 500) and not names & _REACHED)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def shortened(error: BaseException) -> str:
+    return textwrap.shorten(str(error), 240, placeholder=" ...") or type(error).__name__

@@ -27,6 +27,7 @@ from elfatt_sd.errors import ElfattError, ElfattFailure
 
 Shape = TypeVar("Shape")
 LOCK_FILE = ".lock"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NAME = re.compile(r"[\w=+-][\w.=+-]*(?<!\.)")
 _RESERVED = re.compile(r"(con|prn|aux|nul|(com|lpt)\d)(\..*)?", re.IGNORECASE)  # on Windows, whatever the suffix
 _LONGEST_NAME = 160  # bytes; file systems take 255, and names get endings

@@ -8,9 +8,8 @@ import json
 import logging
 import os
 import re
-import textwrap
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from elfatt_sd.devices import accelerators
-from elfatt_sd.errors import ElfattError, ElfattFailure, need
+from elfatt_sd.errors import ElfattError, ElfattFailure, causes, is_unreachable, need, shortened
 from elfatt_sd.families.shapes import SHAPE_NAMES
-from elfatt_sd.files import visible
+from elfatt_sd.files import HUB_ID, visible
 from elfatt_sd.toy import EMBEDDED
 
 INDEX = "model_index.json"
@@ -124,10 +123,6 @@ def _predicted(scheduler: Any) -> str:
     return str(settings.get("prediction_type", "something else"))
 
 
-_NOT_REACHED = {"ConnectionError", "TransportError", "Timeout", "TimeoutError", "gaierror", "OfflineModeIsEnabled"}
-_REACHED = {"RepositoryNotFoundError", "RevisionNotFoundError", "GatedRepoError", "RemoteEntryNotFoundError"}
-
-
 def call_loader(
     model: str | Path, load: Callable[..., Any], *args: Any, source: str = "", what: str = "model", **options: Any
 ) -> Any:
@@ -137,11 +132,8 @@ def call_loader(
     try:
         return load(*args, **options)
     except Exception as error:
-        chain = list(_causes(error))
-        names = {kind.__name__ for each in chain for kind in type(each).__mro__}
-        statuses = [getattr(getattr(each, "response", None), "status_code", 0) for each in chain]
         failed: type[ElfattError] = ElfattError
-        if (names & _NOT_REACHED or max(statuses) >= 500) and not names & _REACHED:
+        if is_unreachable(error):
             failed, source = ElfattFailure, source.replace("the hub", "the hub, which cannot be reached")
         reason = shortened(error.__cause__ or error)
         if "no file named" in reason:
@@ -157,16 +149,6 @@ def call_loader(
 def _concerns_us(record: logging.LogRecord) -> bool:
     """Tell what transformers says of its imports from what diffusers imports without need."""
     return "requires torchvision" not in record.getMessage()
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def shortened(error: BaseException) -> str:
-    return textwrap.shorten(str(error), 240, placeholder=" ...") or type(error).__name__
 
 
 # The first convolution of a UNet, which tells by its input channels what the pipeline hands it.
@@ -191,7 +173,7 @@ def load_file(path: Path, options: dict[str, Any]) -> Any:
     except ElfattFailure as error:
         raise ElfattFailure(
             f"model={str(path)!r} needs the configuration of a {kind}, which is not on this machine, and the hub "
-            f"cannot be reached ({shortened(list(_causes(error))[-1])}); put its {INDEX} and the folders named there "
+            f"cannot be reached ({shortened(list(causes(error))[-1])}); put its {INDEX} and the folders named there "
             "next to the file, or give config=DIRECTORY in Python."
         ) from error
 
@@ -256,7 +238,6 @@ def load_loras(pipe: Any, loras: Mapping[str, tuple[str, str | None, float]]) ->
 _EMBEDDED = " or ".join(map(repr, EMBEDDED))
 _DTYPES = {"float32": torch.float32, "fp32": torch.float32, "float16": torch.float16, "fp16": torch.float16}
 _DTYPES |= {"bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_LORA = re.compile(r"([\w.-]+/(?![^/]*\.safetensors$)[\w.-]+)(?:/(.+))?")  # with a file in it, or without
 _DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d+)?")
 
@@ -326,7 +307,7 @@ def check_model(
         if variant is not None:
             raise ElfattError(f"variant={variant!r} is for a directory or a hub id; model={str(path)!r} is one file.")
         return path
-    if _HUB_ID.fullmatch(str(model)):
+    if HUB_ID.fullmatch(str(model)):
         return str(model)
     if str(model) in SHAPE_NAMES:
         raise ElfattError(

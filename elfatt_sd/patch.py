@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, Unpack
 
+import torch
+
 from elfatt_sd.attention.softmax import make_ready
-from elfatt_sd.config import DEFAULT, Method, PatchConfig, warn_without_effect
+from elfatt_sd.config import (
+    DEFAULT,
+    FAST,
+    UNTOUCHED,
+    Method,
+    PatchConfig,
+    is_auto,
+    method_named,
+    warn_without_effect,
+)
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import find_denoisers, levels_of, select_layers, takes_steps, unwrap
+from elfatt_sd.families import find_denoisers, levels_of, main_denoiser, select_layers, takes_steps, unwrap
+from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Settings
-from elfatt_sd.plans import Plan, input_grid, make_plan
-from elfatt_sd.runtime import warn
+from elfatt_sd.plans import Plan, default_of, input_grid, make_plan
+from elfatt_sd.runtime import warn, warn_of_origin
 from elfatt_sd.runtime.autotune import measure_phases
 from elfatt_sd.runtime.denoiser import OWNER, PATCH, Owner, Patch
-from elfatt_sd.runtime.layer import Layers, choose_layers, fitted, resolve
+from elfatt_sd.runtime.layer import Layers, choose_layers, device_of, fitted, resolve
 from elfatt_sd.runtime.schedule import Schedule
 
 Pipeline = TypeVar("Pipeline")
+# Times as fast by multiply-adds, from which on `auto` patches. On a CPU at least what is counted was measured: 1.04 to
+# 1.07 for 1.04 (SD 1.5 at 256x256), 1.26 for 1.14 (SDXL), 1.41 for 1.15 (SD 1.5 at 512x512). Flux and Qwen-Image at
+# 1024x1024 have 1.10. An H100 gave half: 1.04 at best for 1.15, 1.15 for 1.31. See docs/performance.md.
+PAYS, PAYS_ON_A_GPU = 1.12, 1.3
+OWN = (None, None, None)  # height, width and frames
 
 
 def apply_patch(
     pipe: Pipeline,
-    method: Method | PatchConfig | Attention = DEFAULT,
+    method: Method | str | os.PathLike[str] | PatchConfig | Attention = DEFAULT,
     *,
     autotune: bool = False,
     take_over: Sequence[str | type] = (),
@@ -36,7 +55,10 @@ def apply_patch(
     Args:
         pipe: a diffusers pipeline with a UNet or a transformer of a known family, or such a module. Its ControlNets
             are patched too.
-        method: the name of a preset or of a registered attention, a configuration, or an attention for the whole run.
+        method: the name of a preset or of a registered attention, a configuration, an attention for the whole run, or
+            settings that `tune` found: their file, their folder, or their id on the hub.
+            `auto` is `elfatt-fast` where that is expected to pay at the pipeline's own size and steps, and otherwise
+            nothing; a line is printed that says which. For another size give `plan(pipe, height=...).config`.
         autotune: measure, at the first call of each size, which layers the method makes faster on this device, and
             leave the others alone. Layers that `torch.compile` serves cannot be timed: they are left alone too, with a
             warning.
@@ -53,7 +75,7 @@ def apply_patch(
             `take_over` that cannot be replaced.
     """
     denoisers, names = find_denoisers(pipe), _class_names(take_over)
-    config = fitted(resolve(method, settings), denoisers)
+    config = fitted(decided(pipe, resolve(method, settings), take_over), denoisers)
     chosen = choose_layers(denoisers, config, names)
     warn_without_effect(config)
     make_ready(config.attention_backend)
@@ -67,6 +89,9 @@ def apply_patch(
             whole = not takes_steps(name)
             Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, whole).install()
         _warn_of_others_processors(chosen, config)
+        here = {"weights": fingerprint(main), "scheduler": owner() and type(owner()).__name__} if config.origin else {}
+        if not warn_of_origin(config.origin, **here):
+            owner.origin = config.origin  # its first run tells the rest
         if not autotune:
             warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))
     return pipe
@@ -147,7 +172,7 @@ def _owner(pipe: Any) -> Owner | None:
 @contextmanager
 def patched(
     pipe: Any,
-    method: Method | PatchConfig | Attention = DEFAULT,
+    method: Method | str | os.PathLike[str] | PatchConfig | Attention = DEFAULT,
     *,
     autotune: bool = False,
     take_over: Sequence[str | type] = (),
@@ -170,10 +195,10 @@ def patched(
     Raises:
         ElfattError: as `apply_patch`.
     """
-    config = resolve(method, settings)
+    config = decided(pipe, resolve(method, settings), take_over)
     with restored(pipe):
         apply_patch(pipe, config, autotune=autotune, take_over=take_over)
-        yield _plan(pipe, config, (None, None, None), False, take_over)
+        yield _plan(pipe, config, OWN, False, take_over)
 
 
 @contextmanager
@@ -193,11 +218,12 @@ def restored(pipe: Any) -> Iterator[None]:
 
 def plan(
     pipe: Any,
-    method: Method | PatchConfig | Attention = DEFAULT,
+    method: Method | str | os.PathLike[str] | PatchConfig | Attention = DEFAULT,
     *,
     height: int | None = None,
     width: int | None = None,
     frames: int | None = None,
+    steps: int | None = None,
     autotune: bool = False,
     take_over: Sequence[str | type] = (),
     **settings: Unpack[Settings],
@@ -210,6 +236,7 @@ def plan(
         height: height of the image in pixels (of the latent, for a bare UNet); the model's own by default.
         width: width, in the same unit.
         frames: frames of a video; the model's own number by default.
+        steps: of the run, of which a phase gets whole ones; by default it gets its fraction of them.
         autotune: measure on this device, for one image with guidance, which layers the method makes faster. Without
             it, the plan says which layers need more multiply-adds with the method.
         take_over: classes of processors to replace although they are not plain attention; see `apply_patch`.
@@ -221,9 +248,9 @@ def plan(
     Raises:
         ElfattError: as `apply_patch`, or a size that does not fit the model.
     """
-    config = resolve(method, settings)
-    warn_without_effect(fitted(config, find_denoisers(pipe)))
-    return _plan(pipe, config, (height, width, frames), autotune, take_over)
+    planned = _plan(pipe, resolve(method, settings), (height, width, frames), autotune, take_over, steps)
+    warn_without_effect(planned.config)
+    return planned
 
 
 def _plan(
@@ -232,7 +259,10 @@ def _plan(
     size: tuple[int | None, int | None, int | None],
     autotune: bool,
     take_over: Sequence[str | type],
+    steps: int | None = None,
 ) -> Plan:
+    if is_auto(config):
+        return _plan_auto(pipe, config, size, autotune, take_over, steps or default_of(pipe, "num_inference_steps"))
     denoisers = find_denoisers(pipe)
     config = fitted(config, denoisers)
     chosen = choose_layers(denoisers, config, _class_names(take_over))
@@ -240,7 +270,32 @@ def _plan(
     for name, denoiser in denoisers.items() if autotune else ():
         for layer in Patch(config, chosen[name]).layers:
             decisions[name, layer.layer.name] = measure_phases(layer, denoiser, grid)
-    return make_plan(config, chosen, decisions, grid).counting(denoisers)
+    return make_plan(config, chosen, decisions, grid, steps).counting(denoisers)
+
+
+def _plan_auto(pipe: Any, config: PatchConfig, *others: Any) -> Plan:
+    planned = _plan(pipe, method_named(FAST).with_settings(**config.changes), *others)
+    speed, modules = planned.call.speed, unwrap(main_denoiser(pipe)).modules()
+    least = PAYS if device_of(modules, torch.device("cpu")).type in ("cpu", "meta") else PAYS_ON_A_GPU
+    steps = f", {planned.steps} step{'s' * (planned.steps > 1)}" if planned.steps else ""
+    said = f"{FAST}, {speed or 0:.2f} times as fast by multiply-adds (input {planned.grid}{steps})"
+    if speed is None or speed < least:
+        said = f"untouched; {said} is below {least}"
+        if speed is None:
+            said = "untouched, as the multiply-adds of a call cannot be counted; name a method"
+        planned = _plan(pipe, method_named(UNTOUCHED).with_settings(**config.changes), *others)
+    return replace(planned, auto=f"auto: {said}")
+
+
+def decided(
+    pipe: Any, config: PatchConfig, take_over: Sequence[str | type] = (), size: Any = OWN, steps: int | None = None
+) -> PatchConfig:
+    """Return what `auto` is for a pipeline, and say it; another configuration as it is."""
+    if not is_auto(config):
+        return config
+    planned = _plan(pipe, config, size, False, take_over, steps)
+    print(planned.auto, flush=True)
+    return planned.config
 
 
 def is_patched(pipe: Any) -> bool:

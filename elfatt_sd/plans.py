@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import inspect
 import itertools
+import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ from elfatt_sd.families.cuts import OUTPUT
 from elfatt_sd.families.shapes import Blueprint
 from elfatt_sd.methods import Grid, Size
 from elfatt_sd.phases import EXACT, Phase, StepReuse, reused_steps, words_of_reuse
+from elfatt_sd.runtime import origin_in_words
 from elfatt_sd.runtime.autotune import Decision, matching_uses
 from elfatt_sd.runtime.memory import kept_bytes, readable
 
 PAYS = 8000  # tokens of a transformer, from about which on attention is a large part of its step
 _ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 _STEPS = 50  # of the run that a plan shows where steps take over from earlier ones
+_OF_CLIPS = ("3D", "Motion", "Temporal", "I2V")  # in the names of denoisers
 _MOST_PLACES = 8  # that a plan lists one by one; a UNet has fewer blocks on a level
 
 
@@ -104,6 +107,8 @@ class Plan:
     multiply_adds_after: int  # the same with the patch, averaged over the run
     blueprints: tuple[tuple[str, Blueprint], ...] = ()  # of the denoisers, for `call`; see `counting`
     turns: int = 1  # denoisers of which each step calls one; a call's multiply-adds are their mean
+    steps: int | None = None  # of the run; None where what begins or ends within a step counts as a part of it
+    auto: str = ""  # what `auto` stands for here, and why; empty where a method was named
 
     def counting(self, denoisers: Mapping[str, nn.Module]) -> Plan:
         known = tuple((name, Blueprint.of(denoiser)) for name, denoiser in denoisers.items())
@@ -118,12 +123,12 @@ class Plan:
             return PlannedCall(counts)
         before = sum(known) // self.turns
         after = before - self.multiply_adds_before + self.multiply_adds_after
-        plan = reused_steps(self.config.reuse, _STEPS)
+        plan = reused_steps(self.config.reuse, steps := self.steps or _STEPS)
         taken = [self._taking_over(each)[0] for each in plan if each is not None]
-        after = (after * plan.count(None) + sum(taken)) // _STEPS
+        after = (after * plan.count(None) + sum(taken)) // steps
         parts = [phase.until - phase.start for phase in self.phases]
         work = (layer.multiply_adds * sum(itertools.compress(parts, layer.approximated)) for layer in self.layers)
-        least = ((before - round(sum(work) / self.turns)) * plan.count(None) + sum(taken)) // _STEPS
+        least = ((before - round(sum(work) / self.turns)) * plan.count(None) + sum(taken)) // steps
         return PlannedCall(counts, before, after, before / after, before / max(1, least))
 
     def _taking_over(self, reuse: StepReuse) -> tuple[int, int]:
@@ -167,6 +172,8 @@ class Plan:
             f"{giga(self.multiply_adds_after)} G after on average ({fraction:.0%})"
         )
         rows += [self.slower] if self.slower else []
+        if origin := self.config.origin:
+            rows.append(f"tuned for {origin_in_words(origin)}: {origin.get('promised')}")
         if kept := self.kept_bytes:
             how = {"fp8": "8 bits, kept on the device", "host": "16 bits, kept on the host"}
             rows.append(
@@ -174,7 +181,7 @@ class Plan:
                 f"{how.get(self.config.residuals, '16 bits, kept on the device')}; twice that with a negative prompt"
             )
         rows += [str(self.call)] if self.blueprints else []
-        rows += words_of_reuse(self.config.reuse, _STEPS)
+        rows += words_of_reuse(self.config.reuse, self.steps or _STEPS)
         for each in {each.cut: each for each in self.config.reuse}.values() if self.blueprints else ():
             work, kept = self._taking_over(each)
             what = f"a step that takes over {each.cut}: {giga(work)} G multiply-adds"
@@ -187,7 +194,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         layers = [{**dataclasses.asdict(layer), "tokens": layer.tokens} for layer in self.layers]
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        data = {name: value for name, value in vars(self).items() if value or name not in ("steps", "auto")}
         del data["blueprints"], data["grid"]
         data |= {
             "frames": self.grid.frames,
@@ -211,7 +218,7 @@ class Plan:
                 f"{number} layer{'s' * (number > 1)} of {layer.tokens} tokens ({layer.grid}){text}, "
                 f"{layer.heads} heads, in {', '.join(places(group))}: {layer.reason}"
             )
-        return "\n  ".join([*rows, *self.summary()])
+        return "\n".join([self.auto] * bool(self.auto) + ["\n  ".join([*rows, *self.summary()])])
 
 
 def giga(multiply_adds: float) -> str:
@@ -239,8 +246,10 @@ def make_plan(
     layers: Mapping[str, tuple[Sequence[SelfAttention], Sequence[SelfAttention]]],
     decisions: Mapping[tuple[str, str], Mapping[Phase, Decision]],
     size: Grid,
+    steps: int | None = None,
 ) -> Plan:
-    ends = config.stretches
+    whole = {end if steps is None else math.ceil(end * steps - 1e-9) / steps: end for end in reversed(config.stretches)}
+    shown, ends = zip(*sorted(whole.items()), strict=True)
     planned_layers, by_layer = [], []
     for name, (present, chosen) in layers.items():
         for layer in present:
@@ -251,8 +260,8 @@ def make_plan(
             planned_layers.append(_plan_layer(name, layer, phases, size, layer in chosen, known, uses))
             by_layer.append(phases)
     turns, planned = sum(map(takes_steps, layers)), list[PlannedPhase]()
-    for index, (start, end) in enumerate(itertools.pairwise((0.0, *ends))):
-        there = [phases[index] for phases in by_layer] or [config.phase_until(end)]
+    for index, (start, end) in enumerate(itertools.pairwise((0.0, *shown))):
+        there = [phases[index] for phases in by_layer] or [config.phase_until(ends[index])]
         grids: dict[Phase, list[Grid]] = {phase: [] for phase in there}
         for phase, known_layer in zip(there, planned_layers, strict=False):
             grids[phase] += [known_layer.grid] if known_layer.approximated[index] else []
@@ -263,7 +272,7 @@ def make_plan(
         planned.append(PlannedPhase(start, end, what if len(counts) > 1 else next(iter(counts)), work))
     after = sum((phase.until - phase.start) * phase.multiply_adds for phase in planned)
     before = sum(layer.multiply_adds for layer in planned_layers) // turns
-    return Plan(config, size, tuple(planned_layers), tuple(planned), before, round(after), turns=turns)
+    return Plan(config, size, tuple(planned_layers), tuple(planned), before, round(after), turns=turns, steps=steps)
 
 
 def input_grid(pipe: Any, height: int | None = None, width: int | None = None, frames: int | None = None) -> Grid:
@@ -282,14 +291,29 @@ def input_grid(pipe: Any, height: int | None = None, width: int | None = None, f
     if frames is not None:
         if not isinstance(frames, numbers.Integral) or frames <= 0 or (frames - 1) % time:
             raise ElfattError(f"frames={frames!r} is not accepted; give a multiple of {time}, and 1 more.")
-        if isinstance(pipe, nn.Module) or not callable(pipe):
-            clips = any(word in type(module).__name__ for word in ("3D", "Motion", "Temporal", "I2V"))
-        else:
-            clips = "num_frames" in inspect.signature(pipe.__call__).parameters
+        names = taken(pipe)
+        clips = "num_frames" in names if names else any(word in type(module).__name__ for word in _OF_CLIPS)
         if frames > 1 and own.frames == 1 and not clips:
             raise ElfattError(f"frames={frames!r} is not accepted; a {type(pipe).__name__} makes no clips.")
         length = (frames - 1) // time + 1
     return family.grid(module, Grid(length, *sides))
+
+
+def taken(pipe: Any) -> dict[str, inspect.Parameter]:
+    """Return what a pipeline is called with."""
+    inputs = getattr(getattr(pipe, "blocks", None), "inputs", None)
+    if inputs is None:
+        called = callable(pipe) and not isinstance(pipe, nn.Module)
+        return dict(inspect.signature(pipe.__call__).parameters) if called else {}
+    kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    defaults = {each.name: none if each.required else each.default for each in inputs if each.name}
+    return {name: inspect.Parameter(name, kind, default=default) for name, default in defaults.items()}
+
+
+def default_of(pipe: Any, name: str) -> int | None:
+    """Return the whole number that a pipeline's call has for an input that is not given; None where it has none."""
+    value: Any = getattr(taken(pipe).get(name), "default", None)
+    return value if isinstance(value, int) else None
 
 
 def frames_to_one(pipe: Any) -> int:

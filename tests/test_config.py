@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import typing
@@ -9,10 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from support.commands import ROOT
 
-from elfatt_sd.config import EXACT, METHODS, PRESETS, LayerPhases, PatchConfig, Phase, Settings, known_method
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.config import (
+    EXACT,
+    METHODS,
+    PRESETS,
+    LayerPhases,
+    PatchConfig,
+    Phase,
+    Settings,
+    known_method,
+    method_named,
+)
+from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.methods import Merge, attentions, is_own
 from elfatt_sd.phases import DENSE, Narrower, setting_names
 
@@ -112,7 +125,7 @@ def test_settings_have_the_names_and_types_of_the_fields() -> None:
     fields = {
         **{name: kind for name, kind in of_phases if typing.get_origin(kind) is not typing.ClassVar},
         **{"residual_steps": int, "residual_guidance": bool, "attention_dtype": Narrower | None},
-        **{name: of_run[name] for name in of_run.keys() - {"method", "phases", "per_layer", "changes"}},
+        **{name: of_run[name] for name in of_run.keys() - {"method", "phases", "per_layer", "changes", "origin"}},
         "active_fraction": float,
     }
     assert typing.get_type_hints(Settings) == fields and set(fields) == set(setting_names())
@@ -136,6 +149,61 @@ def test_a_saved_configuration_is_loaded_again(config: PatchConfig, tmp_path: Pa
         assert hash(PatchConfig.load(path)) == hash(config)
     (tmp_path / "c.json").write_text(json.dumps(config.to_dict()), encoding="utf-8-sig")  # as editors mark it
     assert PatchConfig.load(tmp_path / "c.json") == config
+
+
+ORIGIN = {"model": "toy", "steps": 25, "versions": {"elfatt-sd": "0.1.0"}}
+
+
+def test_settings_keep_their_origin_in_files_alone(tmp_path: Path) -> None:
+    """Until one is changed; older files have none. What is hashed or compared does not depend on it."""
+    tuned = dataclasses.replace(SAVED[-1], origin=ORIGIN)
+    tuned.save(tmp_path / "elfatt_sd.json")
+    loaded = PatchConfig.load(tmp_path)  # the folder
+    assert (loaded.origin, method_named(str(tmp_path)).origin) == (ORIGIN, ORIGIN)
+    assert loaded == SAVED[-1] and hash(loaded) == hash(SAVED[-1]) and loaded.to_dict() == SAVED[-1].to_dict()
+    assert (loaded.with_settings().origin, loaded.with_settings(seed=1).origin) == (ORIGIN, {})
+    older = [PatchConfig.load(path).origin for path in (ROOT / "eval" / "tuned").glob("*.json")]
+    assert older and not any(older)
+
+
+def missing(name: str, cause: Exception | None = None) -> Exception:
+    """An error of the hub's library, whose classes take other things in other versions."""
+    error: Exception = type(name, (FileNotFoundError,), {})("gone\nas the hub says")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("given", "failed", "says"),
+    [
+        (
+            missing("EntryNotFoundError"),
+            ElfattError,
+            "no settings (elfatt_sd.json) of that name are on the hub: gone as",
+        ),
+        (missing("EntryNotFoundError", ConnectionError()), ElfattFailure, "and the hub cannot be reached: gone as the"),
+        ('{"format": 2, "news": 1}', ElfattError, "format=2 is that of a later version of elfatt-sd; pip install -U"),
+        ('{"origin": 5}', ElfattError, "origin=[5] is not accepted; give a list of objects"),
+        (PatchConfig.preset("tome"), None, ""),
+    ],
+)
+def test_settings_come_from_the_hub(given: Any, failed: Any, says: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def download(repository: str, file: str) -> str:
+        assert (repository, file) == ("owner/name", "elfatt_sd.json")
+        if isinstance(given, Exception):
+            raise given
+        (tmp_path / file).write_text(given if isinstance(given, str) else json.dumps(given.to_dict()))
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    if failed is None:
+        assert method_named("owner/name") == PatchConfig.load("owner/name") == given
+        return
+    with pytest.raises(ElfattError) as caught:
+        method_named("owner/name")
+    message = str(caught.value)
+    assert type(caught.value) is failed and message.startswith("config='owner/name' ")
+    assert says in message and "\n" not in message
 
 
 @pytest.mark.parametrize(

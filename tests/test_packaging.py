@@ -142,7 +142,7 @@ assert_type(tuned.apply(pipe), Pipeline)
 elfatt_sd.tune(pipe, closenes=35)  # E: "closenes"
 elfatt_sd.apply_patch(pipe, "elfatt", ratioo=0.5)  # E: "ratioo"
 elfatt_sd.apply_patch(pipe, "elfatt", ratio="half")  # E: "ratio"
-elfatt_sd.plan(pipe, input())  # E: "str"
+elfatt_sd.plan(pipe, 5)  # E: "Literal[5]"
 config.with_settings(attention_backend="flush")  # E: "attention_backend"
 Phase(0.5, "elfatt", split="halves")  # E: "split"
 """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import pickle
@@ -19,6 +21,7 @@ from support.checks import ACTIVE, counting, elfatt_processors, like, picture_of
 import elfatt_sd
 from elfatt_sd.config import PatchConfig, Phase
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.runtime import call as state_module
 
 
@@ -166,6 +169,31 @@ def test_what_has_no_effect_is_warned_of_once(pipe: Any) -> None:
     elfatt_sd.apply_patch(pipe, "tome", stride=64)
     with pytest.warns(UserWarning, match="no token of 16x16 can be merged by tome, whose attention is exact there"):
         picture_of(pipe, steps=2)
+
+
+def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
+    """Of a model and a scheduler as soon as they are applied, and of a run in its first step; not of another dtype."""
+    scheduler, other = type(pipe.scheduler).__name__, tiny.unet()
+    origin = {"model": "small", "size": "32x32", "input": "16x16", "steps": 4, "guidance": 3.0, "scheduler": scheduler}
+    origin["weights"] = fingerprint(pipe.unet)
+    config = PatchConfig("tuned", (Phase(1.0, "sampled", keys=16),), origin=origin)
+    words = f"small at 32x32, 4 steps, {scheduler}"
+    assert f"tuned for {words}: " in str(elfatt_sd.plan(pipe, config))
+    assert fingerprint(other) == fingerprint(copy.deepcopy(pipe.unet).bfloat16()) == fingerprint(pipe.unet)
+    other.conv_in.weight.data.neg_()
+    assert fingerprint(other) != fingerprint(pipe.unet) and not fingerprint(other.to("meta"))
+    runs: list[tuple[dict[str, Any], str]] = [({}, ""), ({"steps": 3}, "steps 3")]
+    runs.append(({"height": 64, "width": 32}, "input 32x16"))
+    for given, here in [*runs, ({"guidance_scale": 5.0, "steps": 2}, "steps 2, guidance 5.0")]:
+        elfatt_sd.apply_patch(pipe, config)
+        for says in (here, ""):  # the second time nothing: warnings are errors here
+            said = pytest.warns(UserWarning, match=f"these settings were tuned for {words}; here: {here}. What")
+            with said if says else contextlib.nullcontext():
+                picture_of(pipe, **{"steps": 4, **given})
+    for name, here in {"weights": "other weights", "scheduler": f"scheduler {scheduler}"}.items():
+        with pytest.warns(UserWarning, match=f"here: {here}. What was promised"):
+            elfatt_sd.apply_patch(pipe, dataclasses.replace(config, origin={**origin, name: "else"}))
+        picture_of(pipe, steps=2)  # said once
 
 
 # Models that come into a pipeline, and go, after it was patched.

@@ -11,9 +11,10 @@ import torch
 from support import tiny_pipelines as tiny
 
 import elfatt_sd
+from elfatt_sd import patch
 from elfatt_sd.config import LayerPhases, PatchConfig, Phase
 from elfatt_sd.families import find_layers
-from elfatt_sd.families.shapes import sketch
+from elfatt_sd.families.shapes import Blueprint, sketch
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT
 from elfatt_sd.plans import describe, multiply_adds
@@ -117,3 +118,40 @@ def test_a_patch_that_is_expected_to_slow_down_says_so(pipe: Any, recwarn: pytes
     plans += [elfatt_sd.plan(flux, "elfatt-fast", height=side, width=side).counting({}) for side in (1024, 2048)]
     little = [any(line.startswith("little can be gained") for line in plan.summary()) for plan in plans]
     assert little == [False, False, True, False], "a UNet's layers are not all of one size"
+
+
+FASTER = "elfatt-fast, {} times as fast by multiply-adds (input {})"
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "device", "method", "said"),
+    [
+        ("flux", {"height": 2048, "width": 2048}, "cpu", "elfatt-fast", FASTER.format("1.50", "128x128")),
+        ("flux", {}, "cpu", "sd", f"untouched; {FASTER.format('1.10', '64x64')} is below 1.12"),
+        ("sd15", {"steps": 4}, "cpu", "elfatt-fast", FASTER.format("1.14", "64x64, 4 steps")),
+        ("sd15", {"steps": 1}, "cpu", "sd", f"untouched; {FASTER.format('1.00', '64x64, 1 step')} is below 1.12"),
+        ("sd15", {}, "cuda", "sd", f"untouched; {FASTER.format('1.15', '64x64')} is below 1.3"),
+        ("sd15", {"height": 768, "width": 768}, "cuda", "elfatt-fast", FASTER.format("1.31", "96x96")),
+    ],
+)
+def test_auto_is_what_pays(shape: str, given: Any, device: str, method: str, said: str, monkeypatch: Any) -> None:
+    """By family, size, number of steps and device."""
+    monkeypatch.setattr(patch, "device_of", lambda *_: torch.device(device))
+    plan = elfatt_sd.plan(sketch(shape), **given)
+    assert (plan.config, plan.auto) == (elfatt_sd.plan(sketch(shape), method).config, f"auto: {said}")
+    assert str(plan).startswith(plan.auto) and plan.to_dict()["auto"] == plan.auto
+
+
+def test_auto_patches_in_one_line_or_not_at_all(pipe: Any, capsys: Any, monkeypatch: Any) -> None:
+    elfatt_sd.apply_patch(pipe, "elfatt")
+    monkeypatch.setattr(Blueprint, "multiply_adds", lambda *_: None)
+    elfatt_sd.apply_patch(pipe)
+    assert not elfatt_sd.is_patched(pipe)
+    monkeypatch.undo()
+    monkeypatch.setattr(patch, "PAYS", 0)
+    with elfatt_sd.patched(pipe, "auto", block_size=16, levels=1) as planned:
+        config = PatchConfig.preset("elfatt-fast", block_size=16, levels=1)
+        assert pipe.unet.elfatt_patch.config == planned.config == config
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "auto: untouched, as the multiply-adds of a call cannot be counted; name a method"
+    assert second.startswith("auto: elfatt-fast, ") and second.endswith("(input 16x16, 50 steps)")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from elfatt_sd import errors as checks
-from elfatt_sd.config import METHODS, Method, PatchConfig, method_named, method_names, warn_without_effect
+from elfatt_sd.config import METHODS, Method, PatchConfig, is_place, method_named, method_names, warn_without_effect
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import (
     SelfAttention,
@@ -338,7 +338,7 @@ def named(method: str) -> PatchConfig:
         return PatchConfig(method)
     if method in ALONE:
         return ALONE[method]
-    if method.endswith(SAVED):
+    if method not in METHODS and is_place(method):
         return dataclasses.replace(PatchConfig.load(method), method=Path(method).stem)
     if ":" not in method:  # which `package.module:Class` has
         checks.choice("method", method, [*method_names(), *PEERS, *ALONE])

@@ -30,6 +30,7 @@ from elfatt_sd.cli.console import (
     quiet_libraries,
 )
 from elfatt_sd.cli.options import (
+    DEFAULT,
     DRAWING_OPTIONS,
     METHODS,
     METRICS,
@@ -173,6 +174,8 @@ def generate(
         elfatt_sd.graphs(pipe, say=say)
     results: list[Result] = []
     studio = Studio(pipe, request, out)
+    if explain and not studio.request.config.active:
+        raise ElfattError("method='auto' changes nothing here to explain; give another method.")
     images = request.num_images * len(prompts)
     with progress(images, 2 * images + 1 if compare else images, say) as (studio.on_step, on_image):
         for result in compared(studio) if compare else studio.results():
@@ -229,8 +232,8 @@ def try_methods(
         list[str] | None,
         typer.Option(
             "--method",
-            autocompletion=lambda: list(METHODS),
-            help=f"One of {', '.join(METHODS)}, or package.module:Class; several times, or all if none is given.",
+            autocompletion=lambda: [DEFAULT, *METHODS],
+            help=f"{DEFAULT}, one of {', '.join(METHODS)}, or package.module:Class; several times, or all presets.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
@@ -240,7 +243,7 @@ def try_methods(
 
     Of several prompts or models, a sheet: untouched, the fastest method and the closest one, as the first prompt shows.
     """
-    from elfatt_sd.config import PatchConfig, known_method
+    from elfatt_sd.config import PatchConfig, method_named
     from elfatt_sd.drawing.compare import Sheet, Trial
     from elfatt_sd.drawing.studio import Request, Studio, read_prompts
     from elfatt_sd.loading import check_model
@@ -250,7 +253,9 @@ def try_methods(
     sources = {name: source(name) for name in all_models or ["toy"]}
     request = Request((all_prompts[0],), PatchConfig.preset("sd"), model=next(iter(sources)), seed=seed, **drawing)
     checks.whole("rounds", rounds, 1)
-    chosen: list[str] = [known_method(method) for method in methods or METHODS]
+    chosen = list(methods or METHODS)
+    for each in chosen:
+        method_named(each)  # checks it
     check_writable(out)
     drawn: Trial | Sheet
     if len(sources) > 1 or len(all_prompts) > 1:
@@ -308,9 +313,12 @@ def patch(
         quiet_libraries()
         pipe = sketch(model)
     planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
+    if planned.auto:
+        written = chosen.arguments.replace(DEFAULT, planned.config.method, 1)
+        chosen = chosen._replace(config=planned.config, arguments=written)
     if save is not None:
         chosen.config.save(save)
-        chosen = build_patch(config_file=save, autotune=chosen.autotune)
+        chosen = build_patch(config_file=str(save), autotune=chosen.autotune)
     lines = ["import elfatt_sd", "", from_where.python(), f"elfatt_sd.apply_patch(pipe, {chosen.arguments})"]
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
@@ -401,7 +409,7 @@ def tune(
 @app.command()
 def demo(
     model: Annotated[list[str] | None, typer.Option(help="Model to choose from; may be given several times.")] = None,
-    method: Annotated[str, typer.Option(help="Method that is chosen at first.")] = "elfatt-fast",
+    method: Annotated[str, typer.Option(help="Method that is chosen at first.")] = DEFAULT,
     steps: Annotated[int, typer.Option(min=1, max=50, help="Denoising steps that are chosen at first.")] = 12,
     port: Annotated[
         int, typer.Option(min=1, max=65535, help="Port of the page, which only this machine can open.")
@@ -410,11 +418,11 @@ def demo(
 ) -> None:
     """Serve a page that draws untouched and patched images side by side; Ctrl-C ends it."""
     need("elfatt-sd demo", "gradio")
-    from elfatt_sd.config import known_method
+    from elfatt_sd.config import method_named
     from elfatt_sd.drawing.demo import make_page
     from elfatt_sd.loading import check_model, load_pipeline
 
-    known_method(method)
+    method_named(method)
     for name in model or ():
         check_model(name)
     quiet_libraries()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Names that the helps list, without PyTorch, which takes seconds; tests/cli/test_errors.py compares them.
 METHODS = ("sd", "tome", "agent", "elfatt", "elfatt-fast", "elfatt-quality")
-DEFAULT = "elfatt"
+DEFAULT = "auto"
 BLOCK_ORDERS = ("sequence", "raster", "windows", "curve", "strided", "spread")
 BACKENDS = (
     *("auto", "native", "flash", "flash_hub", "_flash_3", "_flash_3_hub", "_native_cudnn"),
@@ -44,11 +44,12 @@ _patch = functools.partial(optional, rich_help_panel="The patch")
 PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
     "method": _patch(
         str,
-        autocompletion=lambda: list(METHODS),
-        help=f"One of {', '.join(METHODS)}, or package.module:Class; {DEFAULT} if nothing is given.",
+        autocompletion=lambda: [DEFAULT, *METHODS],
+        help=f"{DEFAULT} (what pays here), one of {', '.join(METHODS)}, package.module:Class, or saved settings.",
+        show_default=DEFAULT,
     ),
     "config_file": _patch(
-        Path, "--config", metavar="FILE", help="Instead of a method, what `patch --save` or `tune --save` wrote."
+        str, "--config", metavar="FILE", help="Instead of a method, saved settings: a file, a folder, or a hub id."
     ),
     "ratio": _patch(float, help="Fraction of the tokens that are merged, 0 to less than 1."),
     "stride": _patch(int, help="One merge destination for each cell of this many tokens a side."),
@@ -74,24 +75,23 @@ class PatchOptions(NamedTuple):
 
 def build_patch(
     method: str | None = None,
-    config_file: Path | None = None,
+    config_file: str | None = None,
     autotune: bool | None = None,
     set: list[str] | None = None,
     **options: Any,
 ) -> PatchOptions:
-    from elfatt_sd.config import PatchConfig, known_method
+    from elfatt_sd.config import PatchConfig, method_named
 
     settings = {NAMES.get(name, name): value for name, value in options.items() if value is not None}
     settings |= dict(map(name_and_value, set or ()))
     if config_file is None:
-        known = known_method(DEFAULT if method is None else method)
-        config = PatchConfig.preset(known)
-        source = json.dumps(method if ":" in (method or "") else known)  # its import registers a class
+        config = method_named(method := method or DEFAULT)
+        source = json.dumps(method)
     elif method is None:
         config = PatchConfig.load(config_file)
-        source = f"elfatt_sd.PatchConfig.load({str(config_file)!r})"
+        source = f"elfatt_sd.PatchConfig.load({config_file!r})"
     else:
-        raise ElfattError(f"method={method!r} and config={str(config_file)!r} exclude each other; give one of them.")
+        raise ElfattError(f"method={method!r} and config={config_file!r} exclude each other; give one of them.")
     written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
     return PatchOptions(config.with_settings(**settings), bool(autotune), source + written)
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFont
 
-from elfatt_sd.config import METHODS, UNTOUCHED, PatchConfig, known_method
+from elfatt_sd.config import METHODS, UNTOUCHED, PatchConfig, is_auto, method_named
 from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Shot, Studio, free_name, write_image
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_denoisers
 from elfatt_sd.measure import Comparison, Turn, ratios, student_quantile, times_as_fast
 from elfatt_sd.measure import busy as busy_of
-from elfatt_sd.patch import remove_patch
+from elfatt_sd.patch import decided, remove_patch
 from elfatt_sd.runtime.layer import fits
 
 LEAST = 20.0  # dB: unrelated images have 10 to 20
@@ -131,7 +131,9 @@ class Trial:
         self.prompt, self.seed = shot or next(studio.shots())
         self.configs: dict[str, PatchConfig] = {UNTOUCHED: PatchConfig.preset(UNTOUCHED)}
         for method in methods:
-            config = method if isinstance(method, PatchConfig) else PatchConfig.preset(known_method(method))
+            config = method if isinstance(method, PatchConfig) else method_named(method)
+            size = studio.request.height, studio.request.width, None
+            config = decided(studio.pipe, config, (), size, studio.steps)
             if config.active and config.method == UNTOUCHED:
                 config = replace(config, method="sd with settings")
             self.configs[config.method] = config
@@ -352,7 +354,8 @@ class Sheet:
         for model in self.models:
             pipe = self.load(Request(tuple(self.prompts), untouched, model=model, **self.settings))
             denoisers = find_denoisers(pipe)  # tokens of transformers cannot be merged
-            methods = [method for method in self.methods if fits(PatchConfig.preset(known_method(method)), denoisers)]
+            named = {method: method_named(method) for method in self.methods}
+            methods = [name for name, config in named.items() if is_auto(config) or fits(config, denoisers)]
             for number, prompt in enumerate(self.prompts):
                 studio = Studio(pipe, Request((prompt,), untouched, model=model, **self.settings), Path(), on_step)
                 trial = Trial(studio, methods, self.rounds, again=self.again)

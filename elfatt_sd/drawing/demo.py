@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from elfatt_sd.config import METHODS, UNTOUCHED, PatchConfig, method_named
+from elfatt_sd.config import AUTO, METHODS, UNTOUCHED, PatchConfig, method_named
 from elfatt_sd.drawing.compare import Trial, pair
 from elfatt_sd.drawing.studio import OnStep, Request, Studio
 from elfatt_sd.errors import ElfattError, in_plain_words
@@ -26,7 +26,7 @@ Load = Callable[[str], Any]  # returns a pipeline by its name, as `load_pipeline
 SETTINGS = ("steps", "guidance", "height", "width", "negative_prompt")  # of `Request`, in the page's order
 
 
-def make_page(load: Load, models: Sequence[str], method: str = "elfatt-fast", steps: int = SHORT) -> Any:
+def make_page(load: Load, models: Sequence[str], method: str = AUTO, steps: int = SHORT) -> Any:
     """Return the page, a `gradio.Blocks` that is not launched yet."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     import gradio
@@ -58,7 +58,7 @@ def make_page(load: Load, models: Sequence[str], method: str = "elfatt-fast", st
                 prompt = gradio.Textbox(PROMPT, label="Prompt", elem_id="prompt")
                 model = gradio.Dropdown(list(models), value=models[0], label="Model", allow_custom_value=True)
                 names = [name for name in METHODS if name != UNTOUCHED]
-                chosen = gradio.Dropdown(names, value=method, label="Method")
+                chosen = gradio.Dropdown([AUTO, *names], value=method, label="Method")
                 with gradio.Row():
                     button = gradio.Button("Draw", variant="primary", elem_id="draw", min_width=100)
                     halt = gradio.Button("Stop", elem_id="stop", min_width=100)
@@ -122,10 +122,11 @@ def draw_for_page(
         pipe = load(model)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trial = Trial(Studio(pipe, request, Path(), tell), [config], 1, again=True)
+            studio = Studio(pipe, request, Path(), tell)
+            trial = Trial(studio, [studio.request.config], 1, again=True)
             trial.run()
         untouched, own, *said = pair(trial)
-        planned = plan(pipe, config, height=own.picture.height, width=own.picture.width)
+        planned = plan(pipe, studio.request.config, height=own.picture.height, width=own.picture.width)
     except Exception as error:
         raise ElfattError(in_plain_words(error)) from error
     own_warnings = dict.fromkeys(str(each.message) for each in caught if "elfatt-sd" in str(each.message))

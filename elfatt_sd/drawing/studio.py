@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
 import math
@@ -12,7 +11,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +32,8 @@ from elfatt_sd.families.shapes import Dimensions
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.loading import make_scheduler, scheduler_class
 from elfatt_sd.measure import PeakMeter, Stopwatch
-from elfatt_sd.patch import apply_patch, plan, restored, warn_if_slower
-from elfatt_sd.plans import frames_to_one
+from elfatt_sd.patch import apply_patch, decided, plan, restored, warn_if_slower
+from elfatt_sd.plans import default_of, frames_to_one, taken
 from elfatt_sd.runtime.layer import around_forward
 from elfatt_sd.toy import EMBEDDED
 
@@ -174,6 +173,9 @@ class Studio:
         if text := dimensions.small(height, width):
             warnings.warn(text, stacklevel=3)
         warn_if_too_large(pipe, height, width, rows=rows_of(pipe, self.guidance))
+        config = decided(pipe, request.config, (), (height, width, None), self.steps)
+        if config is not request.config:
+            self.request = request = replace(request, config=config)
         if request.config.active and (height or width) and not request.autotune:
             warn_if_slower(plan(pipe, request.config, height=height, width=width))
         tell_cut_prompts(pipe, (*request.prompts, request.negative_prompt or ""))
@@ -284,7 +286,7 @@ def warn_if_too_large(
     """Warn of images or clips that are estimated to need more memory than is free on their device."""
     dimensions, each = dimensions_of(pipe), pipe.dtype.itemsize
     height, width = dimensions.size(height, width)
-    clip = frames or _default(pipe, "num_frames") or 1
+    clip = frames or default_of(pipe, "num_frames") or 1
     length = (clip - 1) // frames_to_one(pipe) + 1  # of the latent
     config: Any = unwrap(main_denoiser(pipe)).config
     if channels := config.get("block_out_channels"):
@@ -314,15 +316,6 @@ def warn_if_too_large(
         )
 
 
-def taken(pipe: Any) -> dict[str, inspect.Parameter]:
-    inputs = getattr(getattr(pipe, "blocks", None), "inputs", None)
-    if inputs is None:
-        return dict(inspect.signature(pipe.__call__).parameters)
-    kind, none = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    defaults = {each.name: none if each.required else each.default for each in inputs if each.name}
-    return {name: inspect.Parameter(name, kind, default=default) for name, default in defaults.items()}
-
-
 def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, Any]:
     """Return what makes a pipeline draw a size: PixArt's choose one of a list otherwise, Kontext's one of its area."""
     if (height is None) != (width is None):  # some pipelines draw their own size then
@@ -336,14 +329,8 @@ def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, An
 def dimensions_of(pipe: Any) -> Dimensions:
     factor = int(getattr(pipe, "vae_scale_factor", 0) or getattr(pipe, "vae_scale_factor_spatial", 8))
     side: Any = getattr(pipe, "default_sample_size", None)
-    height, width = (side * factor if isinstance(side, int) else _default(pipe, name) for name in ("height", "width"))
+    height, width = (side * factor if isinstance(side, int) else default_of(pipe, name) for name in ("height", "width"))
     return Dimensions.of(unwrap(main_denoiser(pipe)), factor, (height, width) if height and width else None)
-
-
-def _default(pipe: Any, name: str) -> int | None:
-    """Return the whole number that a pipeline's call has for an input that is not given; None where it has none."""
-    value: Any = getattr(taken(pipe).get(name), "default", None)
-    return value if isinstance(value, int) else None
 
 
 def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
@@ -484,7 +471,7 @@ def tell_cut_prompts(pipe: Any, prompts: Iterable[str]) -> None:
         tokenizer: Any = getattr(pipe, name, None)
         if hasattr(tokenizer, "model_max_length"):
             longest = int(tokenizer.model_max_length)
-            longest = min(longest, _default(pipe, "max_sequence_length") or longest)
+            longest = min(longest, default_of(pipe, "max_sequence_length") or longest)
             rooms.append((longest - int(tokenizer.num_special_tokens_to_add()), tokenizer))
     if rooms:  # what another one cuts off, the one with the most room still reads
         tell_cut("prompts", prompts, *max(rooms, key=lambda pair: pair[0]))

@@ -37,7 +37,6 @@ from elfatt_sd.drawing.studio import (
     fault_of,
     guidance_options,
     rows_of,
-    taken,
     tell_cut_prompts,
     warn_if_too_large,
 )
@@ -53,7 +52,7 @@ from elfatt_sd.loading import load_pipeline, make_scheduler
 from elfatt_sd.measure import progress_of
 from elfatt_sd.patch import patched, plan
 from elfatt_sd.peers import packages_of, running
-from elfatt_sd.plans import input_grid
+from elfatt_sd.plans import input_grid, taken
 
 _DECISIVE = ("scheduler", "steps", "guidance", "height", "width", "frames", "negative_prompt", "dtype", "batch", "seed")
 

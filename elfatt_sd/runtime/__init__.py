@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 BYPASSED = (
@@ -15,6 +16,10 @@ TEXTS = {
     "left alone": "{count} layers are left alone, the first is {first}: {why}.{advice}",
     "other model": (
         "the {name} of this {pipe} came into it after apply_patch, and has no patch; call apply_patch again."
+    ),
+    "other origin": (
+        "these settings were tuned for {origin}; here: {here}. What was promised does not hold here; tune again, or "
+        "compare images."
     ),
     "autotune": "with autotune, {layer} is {decision}.",
     "bypassed": f"{{layer}} stays exact: {BYPASSED}.",
@@ -59,3 +64,15 @@ TEXTS = {
 
 def warn(kind: str, stacklevel: int = 3, **values: Any) -> None:
     warnings.warn(f"elfatt-sd: {TEXTS[kind].format(**values)}", stacklevel=stacklevel)
+
+
+def origin_in_words(origin: Mapping[str, Any]) -> str:
+    return "{} at {}, {} steps, {}".format(*map(origin.get, ("model", "size", "steps", "scheduler")))
+
+
+def warn_of_origin(origin: Mapping[str, Any], **here: Any) -> bool:
+    """Say what differs from what settings were tuned for, and return whether anything does."""
+    other = {name: value for name, value in here.items() if value and origin.get(name) not in (None, value)}
+    if words := ", ".join("other weights" if name == "weights" else f"{name} {other[name]}" for name in other):
+        warn("other origin", 4, origin=origin_in_words(origin), here=words)
+    return bool(other)

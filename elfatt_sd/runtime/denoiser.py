@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,8 +24,9 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, family_of, find_denoisers, unwrap
 from elfatt_sd.families.cuts import OUTPUT, Cuts, Stand, Taking, put_back
 from elfatt_sd.families.joint import forget_read
+from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase
-from elfatt_sd.runtime import warn
+from elfatt_sd.runtime import warn, warn_of_origin
 from elfatt_sd.runtime.autotune import Tuner
 from elfatt_sd.runtime.call import Call, LayerCall, Repeats, leaves
 from elfatt_sd.runtime.joint_processor import joint_processor_for
@@ -65,6 +66,7 @@ class Owner:
         self._scheduler = scheduler
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.origin: Mapping[str, Any] = {}  # of settings, until a run has told whether it is one that they are for
 
     def __call__(self) -> Any:
         return self._scheduler if self.target is None else getattr(self.target(), "scheduler", None)
@@ -82,6 +84,13 @@ class Owner:
     def patches(self) -> list[Patch]:
         found = [vars(module).get(PATCH) for module in self.modules]
         return [patch for patch in found if patch is not None and patch.owner is self]
+
+    def check_origin(self, grid: Grid, steps: int) -> None:
+        """Say, once, what differs in a run from those that settings were tuned for."""
+        origin, self.origin = self.origin, {}
+        guidance = getattr(self.target and self.target(), "_guidance_scale", None)
+        steps = getattr(self(), "num_inference_steps", None) or steps
+        warn_of_origin(origin, input=str(grid) * (grid.tokens > 0), steps=steps, guidance=guidance)
 
     def warn_of_others(self, caller: nn.Module | None = None) -> None:
         target, others = self.target and self.target(), {}
@@ -288,6 +297,8 @@ class Patch:
         self._warn_of_idle_run(position, run)
         if not position.scheduled or position.step == run.first:
             self.owner.warn_of_others(self.module)
+            if self.owner.origin and position.scheduled:
+                self.owner.check_origin(given.grid, position.steps)
         if compiled:
             self._allow_recompiling()
         self.begin(position, run, replace(given, compiled=compiled))

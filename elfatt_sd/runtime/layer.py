@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +15,7 @@ from diffusers.models.attention_processor import FusedAttnProcessor2_0
 from torch import Tensor, nn
 from torch.utils._device import DeviceContext
 
-from elfatt_sd.config import Method, PatchConfig, for_transformers
+from elfatt_sd.config import Method, PatchConfig, for_transformers, method_named
 from elfatt_sd.devices import is_exporting, refuse_tracing
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import SelfAttention, family_of, find_layers, levels_of, replaceable, select_layers, unwrap
@@ -39,10 +40,10 @@ class Layers(NamedTuple):
     chosen: list[SelfAttention]  # those that a method patches
 
 
-def resolve(method: Method | PatchConfig | Attention, settings: Settings) -> PatchConfig:
+def resolve(method: Method | str | os.PathLike[str] | PatchConfig | Attention, settings: Settings) -> PatchConfig:
     if isinstance(method, Attention):
         method = PatchConfig(method.name, (Phase(1.0, method),))
-    config = method if isinstance(method, PatchConfig) else PatchConfig.preset(method)
+    config = method if isinstance(method, PatchConfig) else method_named(method)
     config = config.with_settings(**settings)
     for phase in config.all_phases:
         if not is_own(type(phase.attention)):

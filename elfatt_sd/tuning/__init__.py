@@ -19,7 +19,7 @@ from torch import nn
 
 from elfatt_sd.config import PatchConfig, method_named
 from elfatt_sd.devices import device_name
-from elfatt_sd.drawing.studio import begin_of, check_run, check_steps, own_settings, taken, tell_cut_prompts, versions
+from elfatt_sd.drawing.studio import begin_of, check_run, check_steps, own_settings, tell_cut_prompts, versions
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation.prompts import PromptFile, read_prompts
 from elfatt_sd.families import family_of, find_denoisers, main_denoiser, step_denoisers, unwrap
@@ -29,8 +29,8 @@ from elfatt_sd.measure import Progress as Tell
 from elfatt_sd.methods import attentions
 from elfatt_sd.patch import patches_of, remove_patch, restored
 from elfatt_sd.phases import StepReuse, reused_steps
+from elfatt_sd.plans import taken
 from elfatt_sd.runtime.layer import fitted
-from elfatt_sd.toy import EMBEDDED
 from elfatt_sd.toy.renderer import sample_prompts
 from elfatt_sd.tuning.model import Choice, Predictor
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
@@ -45,8 +45,9 @@ from elfatt_sd.tuning.proof import (
     Proof,
     check_wanted,
     measure_named,
+    with_origin,
 )  # fmt: skip
-from elfatt_sd.tuning.runs import Drawn, DrawSettings, Runs, Sample, Store, fingerprint, short_hash
+from elfatt_sd.tuning.runs import Drawn, DrawSettings, Runs, Sample, Store, embedded_name, fingerprint, short_hash
 from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
 SEARCHED, IMAGES = 3, 24  # images of the search, and of the proof at most
@@ -154,7 +155,7 @@ def tune(
     tell_cut_prompts(pipe, [*(sample.prompt for sample in samples), negative_prompt or ""])
     with restored(pipe):
         known = [(name, method_named(name)) for name in PRESETS if presets]
-        known += [("as it was", patch.config) for patch in patches_of(pipe).values()]
+        known += [("as it was", dataclasses.replace(patch.config, origin={})) for patch in patches_of(pipe).values()]
         remove_patch(pipe)
         runs, start = Runs(pipe, settings, progress), time.monotonic()
         record = _record(runs)
@@ -171,7 +172,7 @@ def tune(
                 warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=2)
         proof = search.prove(search.settle())
         return Tuned(
-            config=UNTOUCHED if proof is None else proof.point.config,
+            config=UNTOUCHED if proof is None else with_origin(pipe, proof, budget, record),
             budget=budget,
             measure=measure,
             proof=proof,
@@ -187,9 +188,7 @@ def tune(
 
 def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
     """Return the steps, the guidance scale and the prompts of a model, where nobody gives others."""
-    where = str(getattr(pipe.config, "_name_or_path", ""))
-    embedded = next((name for name, each in EMBEDDED.items() if where == str(each.folder)), "")
-    if embedded:
+    if embedded := embedded_name(pipe):
         return (*own_settings(pipe, embedded), sample_prompts(32, 1))
     prompts = [prompt for _, prompt in read_prompts(PromptFile("images"))]
     return (*own_settings(pipe, ""), prompts[:: len(prompts) // 16])
@@ -205,7 +204,7 @@ def _record(runs: Runs) -> dict[str, Any]:
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
     return {
         "pipeline": type(pipe).__name__,
-        "model": str(getattr(pipe.config, "_name_or_path", "")),
+        "model": embedded_name(pipe) or str(getattr(pipe.config, "_name_or_path", "")),
         "weights": {name: fingerprint(part) for name, part in parts.items()},
         "scheduler": {"class": type(pipe.scheduler).__name__, **scheduler},
         "settings": settings,

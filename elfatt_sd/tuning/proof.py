@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import os
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +20,11 @@ from PIL import Image
 from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
+from elfatt_sd.families import main_denoiser
+from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.measure import student_quantile
 from elfatt_sd.methods.base import in_one_line
+from elfatt_sd.plans import input_grid
 from elfatt_sd.tuning.runs import Drawn, Sample
 
 Metric = Literal["psnr", "ssim", "lpips", "dists"]
@@ -321,3 +327,24 @@ class Proof:
 def peak_of(drawn: Sequence[Drawn]) -> int:
     """Return the highest memory use in bytes; 0 where it was not measured."""
     return max((each.peak or 0 for each in drawn), default=0)
+
+
+def with_origin(pipe: Any, proof: Proof, budget: Budget, record: dict[str, Any]) -> PatchConfig:
+    """Return settings that were proved, with what their file, and whoever applies them, is told."""
+    frames, where = proof.untouched[0].frames, record["model"] or record["pipeline"]
+    (width, height), clip = frames[0].size, f", {len(frames)} frames" * (len(frames) > 1)
+    origin = {
+        "model": os.path.basename(os.path.abspath(where)) if os.path.exists(where) else where,
+        "weights": fingerprint(main_denoiser(pipe)),
+        "size": f"{width}x{height}{clip}",
+        "input": str(input_grid(pipe, height, width, len(frames) if clip else None)),
+        **{name: record["settings"][name] for name in ("steps", "guidance")},
+        "scheduler": type(pipe.scheduler).__name__,
+        **{name: record[name] for name in ("device", "dtype", "versions")},
+        "asked": budget.words(proof.measure),
+        "promised": f"{proof.words()}; {proof.point.times:.2f} times as fast",
+        "prompts": len({sample.prompt for sample in proof.samples}),
+        "images": len(proof.samples),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    return dataclasses.replace(proof.point.config, origin=origin)

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.drawing.studio import Pixels, Shot, begin_of, dimensions_of, draw, exact_size, guidance_options, taken
+from elfatt_sd.drawing.studio import Pixels, Shot, begin_of, dimensions_of, draw, exact_size, guidance_options
 from elfatt_sd.errors import ElfattError, ElfattFailure, is_out_of_memory
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import cache_folder, write_json
 from elfatt_sd.measure import Progress
 from elfatt_sd.patch import apply_patch, restored
-from elfatt_sd.plans import input_grid
+from elfatt_sd.plans import input_grid, taken
 from elfatt_sd.runtime.layer import around_forward
+from elfatt_sd.toy import EMBEDDED
 
 _CPU = torch.device("cpu")
 
@@ -134,6 +135,12 @@ class Store:
 def short_hash(data: Any, digits: int = 20) -> str:
     """Return a hash of plain data; of other values, it takes their text."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:digits]
+
+
+def embedded_name(pipe: Any) -> str:
+    """Return the name of a pipeline of this package; empty for another one."""
+    where = str(getattr(pipe.config, "_name_or_path", ""))
+    return next((name for name, each in EMBEDDED.items() if where == str(each.folder)), "")
 
 
 @torch.no_grad()

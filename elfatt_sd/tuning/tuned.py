@@ -8,20 +8,22 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from elfatt_sd.config import PatchConfig
-from elfatt_sd.drawing.compare import BRIGHTER, difference
-from elfatt_sd.errors import need
+from elfatt_sd.config import SETTINGS, PatchConfig, is_hub_id
+from elfatt_sd.drawing.compare import BRIGHTER, difference, side_by_side
+from elfatt_sd.errors import ElfattError, ElfattFailure, need, shortened
 from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, drawing, figure_and_axes, legend_above, to_png
 from elfatt_sd.evaluation.report.page import data_uri, flatten, page_template, webp
 from elfatt_sd.files import write_file
 from elfatt_sd.measure import times_as_fast
 from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.phases import Phase, reused_steps, words_of_reuse
-from elfatt_sd.toy import EMBEDDED, PROMPT
+from elfatt_sd.toy import PROMPT
 from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Proof, peak_of
+from elfatt_sd.tuning.runs import png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,6 +57,43 @@ class Tuned:
         """Write the settings as JSON, for `--config` and `PatchConfig.load`."""
         self.config.save(path)
 
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write the settings as a folder with a card, for `apply_patch`, `--method` and the hub (extra `eval`)."""
+        self._write(Path(folder), Path(folder).absolute().name)
+
+    def push_to_hub(self, repo_id: str, *, token: str | None = None, private: bool = False) -> str:
+        """Write that folder as a repository of the hub, `owner/name`, and return its address."""
+        from huggingface_hub import HfApi
+
+        with TemporaryDirectory() as folder:
+            self._write(Path(folder), repo_id)
+            try:
+                api = HfApi(token=token)
+                address = str(api.create_repo(repo_id, private=private, exist_ok=True))
+                api.upload_folder(repo_id=repo_id, folder_path=folder)
+            except Exception as error:
+                raise ElfattFailure(f"repo_id={repo_id!r} could not be written: {shortened(error)}") from error
+        return address
+
+    def _write(self, folder: Path, name: str) -> None:
+        from huggingface_hub import ModelCard, ModelCardData
+
+        need("the card of settings", "jinja2", "matplotlib")
+        if (proof := self.proof) is None:
+            raise ElfattError("the settings leave the pipeline untouched: there is nothing to share; ask for less.")
+        model, first = self.config.origin["model"], proof.order[0]
+        base = model if is_hub_id(model) else None
+        data = ModelCardData(library_name="elfatt-sd", base_model=base, tags=["elfatt-sd", "diffusers"])
+        card = ModelCard.from_template(data, str(Path(__file__).with_name("card.md.j2")), tuned=self, name=name)
+        with drawing():
+            plot = to_png(curve(self))
+        drawn = [each[first].frames[0] for each in (proof.untouched, proof.tuned)]
+        close = self.measure.words(proof.point.closeness[first])
+        pair = side_by_side(drawn, [("untouched", ""), ("tuned", close)], proof.samples[first].prompt)
+        for file, content in {"README.md": str(card).encode(), "curve.png": plot, "pair.png": png(pair)}.items():
+            write_file(folder / file, content)
+        self.config.save(folder / SETTINGS)  # last: with it the folder is whole
+
     def report(self, folder: str | os.PathLike[str]) -> Path:
         """Write a page with the curve, the map of the choices, and images side by side, and return its path."""
         need("the page of a tuning", "jinja2", "matplotlib")
@@ -67,11 +106,10 @@ class Tuned:
             for number in proof.order:
                 images = proof.untouched[number].frames[0], proof.tuned[number].frames[0]
                 pairs.append((number, *(webp([each], _SIDE) for each in (*images, difference(*images)))))
-        embedded = {str(each.folder): name for name, each in EMBEDDED.items()}
         plan, ends = reused_steps(config.reuse, steps), [(round(end * steps), end) for end in (0.0, *config.stretches)]
         text = page_template(Path(__file__).with_name("page.html.j2")).render(
             tuned=self,
-            model=embedded.get(self.record["model"], self.record["model"]),
+            model=self.record["model"],
             lines=self.lines(),
             notes=self._notes(),
             times_as_fast=times_as_fast,

@@ -100,7 +100,7 @@ def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path:
     draw(model, tmp_path / "out", "--config", saved, "--set", "fp32_logits=true")
     record = json.loads((tmp_path / "out" / "0001-a-red-star.json").read_text())
     assert PatchConfig.from_dict(record["config"]) == config.with_settings(fp32_logits=True)
-    result = call("patch", model, "--ratio", 0.25, "--block-order", "curve")
+    result = call("patch", model, "--method", "elfatt", "--ratio", 0.25, "--block-order", "curve")
     assert result.exit_code == 0, result.output
     assert "elfatt: patches 3 of 7 self-attention layers" in result.stdout
     lines = result.stdout.split("In Python:")[1]
@@ -109,9 +109,12 @@ def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path:
     assert names["pipe"].unet.elfatt_patch.config == PatchConfig.preset("elfatt", ratio=0.25, block_order="curve")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")
-    shape = call("patch", "sd15").stdout  # equal layers are one row, and nothing is loaded
+    shape = call("patch", "sd15", "--width", 1024).stdout  # equal layers are one row, and nothing is loaded
     assert max(map(len, plain(shape))) <= 80 and len(plain(shape)) < 45 and "…" not in shape
     assert '    pipe = elfatt_sd.load_pipeline("path/or/hub-id")' in plain(shape)
+    assert shape.startswith("auto: elfatt-fast, 1.28 times as fast by multiply-adds (input 64x128)\n")
+    call("patch", "sd15", "--save", tmp_path / "auto.json")
+    assert PatchConfig.load(tmp_path / "auto.json") == PatchConfig.preset("elfatt-fast")
 
 
 def test_tune_saves_settings_and_writes_a_page(model: Path, lora: Path, tmp_path: Path) -> None:
@@ -148,7 +151,7 @@ def test_paths_go_to_a_pipe_beside_a_bar() -> None:
 
 def test_control_c_is_one_line_and_finished_pictures_stay(model: Path, tmp_path: Path) -> None:
     """Of the launcher of a checkout, from any folder."""
-    words = ["generate", PROMPT, "--model", model, "--steps", 1, "--num-images", 100_000]
+    words = ["generate", PROMPT, "--model", model, "--method", "tome", "--steps", 1, "--num-images", 100_000]
     command = [sys.executable, str(ROOT / "cli.py"), *map(str, words)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background have it ignored

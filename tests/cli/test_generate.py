@@ -124,6 +124,9 @@ def test_compare_shows_the_untouched_image_beside_it(model: Path, tmp_path: Path
     with Image.open(path) as sheet:
         columns = [sheet.crop((16, top, 16 + 48, top + 64)).tobytes() for top in range(sheet.height - 64)]
     assert pixels(tmp_path / "sd" / f"{FIRST}.png") in columns
+    result = call("generate", PROMPT, "--model", model, "--compare", "--out", tmp_path / "auto")
+    assert result.stdout.startswith("auto: untouched; elfatt-fast, 1.") and not files(tmp_path / "auto")
+    assert result.stderr == "error: method='sd' changes nothing to compare with; give another method.\n"
     result = draw(model, tmp_path / "same", "--compare", "--method", "sd", "--attention-backend", "native")
     assert "identical: sd with settings changed nothing in this run" in result.stdout
     assert "times as fast" not in result.stdout and record_of(tmp_path / "same" / f"{FIRST}.png")["identical"] is True

@@ -19,7 +19,8 @@ def call(*words: object) -> Result:
 
 
 def draw(model: Path, out: Path, *words: object) -> Result:
-    result = call("generate", PROMPT, "--model", model, "--steps", 2, "--out", out, *words)
+    method = () if {"--method", "--config"} & {*words} else ("--method", "elfatt")  # `auto` patches nothing so small
+    result = call("generate", PROMPT, "--model", model, "--steps", 2, "--out", out, *method, *words)
     assert result.exit_code == 0, result.output
     return result
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import diffusers
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -48,7 +49,28 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return checks.counting(monkeypatch, Runs, "_shot", lambda *given: given[2])
 
 
-def test_what_is_found_is_close_and_fast_as_said(small: Any, asked: dict[str, Any], tmp_path: Path) -> None:
+def shared(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What is sent to a hub that stands in for the real one."""
+    sent: dict[str, Any] = {}
+
+    class Hub:
+        def __init__(self, token: str | None) -> None:
+            sent["token"] = token
+
+        def create_repo(self, repo_id: str, **given: Any) -> str:
+            sent["repo"] = repo_id, given
+            return f"https://hub/{repo_id}"
+
+        def upload_folder(self, repo_id: str, folder_path: str) -> None:
+            sent.update(repo_id=repo_id, files=commands.files(Path(folder_path)))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    return sent
+
+
+def test_what_is_found_is_close_and_fast_as_said(
+    small: Any, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The settings are a configuration like any other; a page shows curve, map and images, and needs nothing else."""
     run = checks.runner(small)
     untouched = run()
@@ -61,6 +83,10 @@ def test_what_is_found_is_close_and_fast_as_said(small: Any, asked: dict[str, An
     assert tuned.floor == math.inf
     tuned.save(tmp_path / "tuned.json")
     assert PatchConfig.load(tmp_path / "tuned.json") == tuned.config
+    found = PatchConfig.load(tmp_path / "tuned.json").origin
+    expected = {"size": "32x32", "input": "16x16", "steps": 4, "asked": "PSNR 30.0 dB at least", "images": 8}
+    assert {**found, **expected, "scheduler": type(small.scheduler).__name__} == found
+    assert found["promised"].startswith(tuned.proof.words())
     tuned.apply(small)
     assert not torch.equal(run(), untouched)
     assert json.loads(json.dumps(tuned.to_dict(), allow_nan=False))["config"]["per_layer"]
@@ -77,6 +103,15 @@ def test_what_is_found_is_close_and_fast_as_said(small: Any, asked: dict[str, An
     assert base64.b64decode(offered) == page.with_name("settings.json").read_bytes()
     assert re.search(rf"<h1.*: PSNR {tuned.proof.bound:.1f} dB promised \(90 %\), \d\.\d\d times as fast</h1>", text)
     assert "http:" not in text and "https:" not in text, "nothing from outside"
+    sent = shared(monkeypatch)
+    assert tuned.push_to_hub("me/small", token="t", private=True) == "https://hub/me/small"
+    assert sent.pop("files") == ["README.md", "curve.png", "elfatt_sd.json", "pair.png"]
+    assert sent == {"token": "t", "repo": ("me/small", {"private": True, "exist_ok": True}), "repo_id": "me/small"}
+    tuned.save_pretrained(tmp_path / "small")
+    assert PatchConfig.load(tmp_path / "small") == tuned.config
+    front, card = (tmp_path / "small" / "README.md").read_text(encoding="utf-8").split("---\n")[1:3]
+    assert "library_name: elfatt-sd" in front and "base_model" not in front, "its model is not on the hub"
+    assert 'elfatt_sd.apply_patch(pipe, "small")' in card and "| tuned | " in card and found["promised"] in card
 
 
 @pytest.mark.usefixtures("own_cache")
