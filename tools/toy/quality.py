@@ -67,8 +67,8 @@ def to_bytes(images: Tensor) -> Tensor:
 def renders(count: int, seed: int, size: int) -> Iterator[Tensor]:
     """Yield held-out renders as uint8 `[n, 3, size, size]`."""
     drawn = sample_parameters(count, torch.Generator().manual_seed(seed))
-    for part in zip(*(torch.split(each, 32) for each in drawn), strict=True):
-        yield to_bytes(render_parameters(*part, size))
+    for labels, geometry in zip(*(torch.split(each, 32) for each in drawn), strict=True):
+        yield to_bytes(render_parameters(labels, geometry, size))
 
 
 def shrink(images: Tensor) -> Tensor:
