@@ -279,9 +279,7 @@ def test_the_page_works_light_and_dark(tmp_path_factory):
         assert each["problems"] == [] and each["images"] == 0 and each["overflow"] <= 0
         assert each["colours"] == colours
     assert [each["plot"] for each in seen] == ["none", "invert(1) hue-rotate(180deg)"]
-    assert (
-        "difference to untouched, 10 times as bright" in told["clicked"]["change"] and told["missing"]["change"] is True
-    )
+    assert told["missing"]["change"] is True and "untouched, 10 times as bright" in told["clicked"]["change"]
     start, method, other = told["start"], told["method"], told["picture"]
     assert (start["at"], told["moved"]["at"]) == ("50%", "75%") and start["clip"] != told["moved"]["clip"]
     assert start["names"] == ["SD (Baseline)", "ELFATT-SD 0.3"] and start["before"] != start["after"]
