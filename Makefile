@@ -67,10 +67,11 @@ kernels: .venv/.installed-dev
 notebooks: .venv/.installed-dev
 	$(NBCONVERT) --output-dir outputs/notebooks notebooks/*.ipynb
 
-# Images as JPEG alone, without times of day: small, and equal images stay equal bytes.
+# Images as JPEG, without times of day: small, and equal images stay equal bytes.
 notebook-outputs: .venv/.installed-dev
 	$(NBCONVERT) --inplace --ExecutePreprocessor.record_timing=False \
-	  --ExecutePreprocessor.extra_arguments=--DisplayFormatter.active_types=image/jpeg \
+	  --ExecutePreprocessor.extra_arguments=--InlineBackend.figure_formats=jpeg \
+	  $(foreach kind,image/jpeg text/markdown text/html,--ExecutePreprocessor.extra_arguments=--DisplayFormatter.active_types=$(kind)) \
 	  notebooks/*.ipynb
 
 clean:
