@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from elfatt_sd.tuning import SEARCHED, Search
+from elfatt_sd.tuning import SEARCHED, SHARES, Search
 from elfatt_sd.tuning.model import Choice
-from elfatt_sd.tuning.proof import SHARES, Budget, Measure, Promise
+from elfatt_sd.tuning.proof import Budget, Measure, Promise
 from elfatt_sd.tuning.runs import Drawn, Sample
 
 RESULTS = Path(__file__).parents[1] / "eval" / "results" / "tuned_toy" / "results.json"

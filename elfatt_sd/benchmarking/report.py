@@ -15,17 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from elfatt_sd.benchmarking.variants import (
-    AUTOTUNED,
-    COMPILED,
-    EXACT_THROUGH,
-    FLOOR,
-    KEPT,
-    PEER,
-    UNPATCHED,
-    is_reference,
-    plain_name,
-)
+from elfatt_sd.benchmarking import variants
 from elfatt_sd.devices import Bystanders, describe_machine
 from elfatt_sd.errors import ElfattError, is_out_of_memory, need
 from elfatt_sd.files import atomic_file, place_of, read_typed, write_file, write_json
@@ -43,19 +33,20 @@ Row = Mapping[str, Any]
 KEYS = ("size", "tokens", "batch", "dtype", "part")
 # How results of other scripts are shown, by kind: their Markdown, and their figure; see benchmarks/shown.py.
 OTHERS: dict[str, tuple[Callable[[Results], str], Callable[[Results], Any]]] = {}
+_OTHER_PEERS = [name for name in PEERS if name != variants.PEER]
 _LEGEND = {  # by the names that it explains
-    UNPATCHED: "`untouched` is the model with PyTorch's fused attention",
+    variants.UNPATCHED: "`untouched` is the model with PyTorch's fused attention",
     Softmax.name: f"`{Softmax.name}` is PyTorch's fused attention",
-    f"{PEER}.*": "`tomesd` is the package",
-    **{f"{name}(:.*)?": f"`{name}` is that of {PEERS[name].package or 'diffusers'}" for name in PEERS if name != PEER},
-    FLOOR: "`floor` leaves out the self-attention layers of the finest level",
-    f"{EXACT_THROUGH}.*": "`exact, BACKEND` attends exactly in every self-attention layer, through that backend",
+    "tomesd.*": "`tomesd` is the package",
+    **{f"{name}(:.*)?": f"`{name}` is that of {PEERS[name].package or 'diffusers'}" for name in _OTHER_PEERS},
+    variants.FLOOR: "`floor` leaves out the self-attention layers of the finest level",
+    "exact, .*": "`exact, BACKEND` attends exactly in every self-attention layer, through that backend",
     "floor of .*": "`floor of N levels` leaves out those of the N finest levels",
     "floor: .*": "`floor: similarities` is the product that finds the most similar tokens, and nothing else",
     r"[\w-]+:.*=.*": "`METHOD:SETTING=VALUE` is a method with a setting changed; `ratio=0` merges nothing",
-    f".*{COMPILED}": "`compiled` rows ran through `torch.compile`",
-    f".*{AUTOTUNED}": "`autotuned` rows patch the layers that the method makes faster, as measured before",
-    f".*{KEPT}": "`freed memory kept` rows ran in processes that called `elfatt_sd.keep_freed_memory`",
+    f".*{variants.COMPILED}": "`compiled` rows ran through `torch.compile`",
+    f".*{variants.AUTOTUNED}": "`autotuned` rows patch the layers that the method makes faster, as measured before",
+    f".*{variants.KEPT}": "`freed memory kept` rows ran in processes that called `elfatt_sd.keep_freed_memory`",
     "block, .*": "`block, ORDER` attends inside blocks of that order",
     "cell_spread": "`cell_spread` attends to the own cell and to a spread sample",
     "sampled": "`sampled` attends to sampled keys",
@@ -193,7 +184,7 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
 
 
 def own_part(row: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    parts, prefix = row.get("parts", ()), f"{plain_name(row['method'])}/"
+    parts, prefix = row.get("parts", ()), f"{variants.plain_name(row['method'])}/"
     own = [part for part in parts if part["variant"].startswith(prefix)]
     return min(own, key=lambda part: part["seconds"], default=None) if len(parts) > 1 else None
 
@@ -278,7 +269,7 @@ def _cells(
         parts = [] if brief and len(row.get("parts", ())) == 1 else row.get("parts", ())
         for part in (row, *parts):
             name = row["method"] if part is row else f"{indent}{part['steps']} steps: {part['what']}"
-            exact = part is not row and plain_name(part["variant"]) == UNPATCHED
+            exact = part is not row and variants.plain_name(part["variant"]) == variants.UNPATCHED
             floor = None if exact else part.get("floor")
             line = [*(str(row.get(key, "")) for key in keys), name, clock(part["seconds"])]
             line += [spread(part["speed"].get(base)) for base in bases]
@@ -372,7 +363,7 @@ def _draw_speeds(axes: Any, rows: Sequence[Row], name: str, base: str) -> None:
     """Draw a bar for each method's run, and a thinner one for its own phase where the run has several."""
     greatest = 1.0
     for place, row in enumerate(rows):
-        part, peer = own_part(row), row["method"] == base or is_reference(row["method"])
+        part, peer = own_part(row), row["method"] == base or variants.is_reference(row["method"])
         if base not in row["speed"]:  # it did not fit into memory
             axes.annotate(f"no {base} to compare with", (0, place), va="center", fontsize=8)
             continue

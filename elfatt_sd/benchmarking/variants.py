@@ -19,17 +19,9 @@ import torch
 from torch import nn
 
 from elfatt_sd import errors as checks
+from elfatt_sd import families
 from elfatt_sd.config import METHODS, Method, PatchConfig, is_place, method_named, method_names, warn_without_effect
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import (
-    SelfAttention,
-    family_of,
-    find_layers,
-    levels_of,
-    main_denoiser,
-    select_layers,
-    step_denoisers,
-)
 from elfatt_sd.families.joint import with_attention
 from elfatt_sd.families.unet import UNet
 from elfatt_sd.patch import apply_patch
@@ -63,7 +55,6 @@ VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 ALL_LEVELS = 100
 STEPS = 50  # of the run that the phases of a method are added up to
-SAVED = ".json"  # the end of a saved configuration's name
 Size = int | str  # of an image in pixels: the side of a square, or `WIDTHxHEIGHT`
 PEER_SETTINGS = ("levels", "max_downsample", "ratio", "stride", "use_rand")
 
@@ -108,7 +99,7 @@ def forget_residuals(unet: nn.Module) -> None:
             state.residuals.clear()
 
 
-def _leave_out(layer: SelfAttention) -> None:
+def _leave_out(layer: families.SelfAttention) -> None:
     """Let a layer that is as it was made give zeros."""
     processor: Any = lambda attn, hidden_states, *_, **__: torch.zeros_like(hidden_states)  # noqa: E731
     if layer.joint:
@@ -132,7 +123,7 @@ class Variant:
 
     def install(self, target: Any) -> Any:
         """Put the variant on a pipeline or UNet that is as it was made, and return it."""
-        unet = main_denoiser(target)
+        unet = families.main_denoiser(target)
         if self.kind == "patch":
             apply_patch(target, self.config, autotune=self.autotune)
             shares = any(phase.residual_steps > 1 for phase in self.config.all_phases)
@@ -152,13 +143,13 @@ class Variant:
             on.enter_context(running(target, peer, settings))
             target._elfatt_sd_peer = on  # for as long as the pipeline lives
         elif self.kind == FLOOR:
-            for layer in itertools.chain(*map(self._layers, step_denoisers(target).values())):
+            for layer in itertools.chain(*map(self._layers, families.step_denoisers(target).values())):
                 _leave_out(layer)
         return target
 
-    def _layers(self, denoiser: nn.Module) -> list[SelfAttention]:
-        layers = find_layers(denoiser)
-        return select_layers(layers, self.config, levels_of(layers))
+    def _layers(self, denoiser: nn.Module) -> list[families.SelfAttention]:
+        layers = families.find_layers(denoiser)
+        return families.select_layers(layers, self.config, families.levels_of(layers))
 
     def to_dict(self) -> dict[str, Any]:
         phases = list(dict.fromkeys(self.config.all_phases)) or [EXACT]
@@ -239,7 +230,7 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
 
 def _fitted(configs: Sequence[PatchConfig], denoiser: nn.Module, *, named: bool) -> list[PatchConfig]:
     """Return the configurations that methods are on a denoiser, each kind of work once."""
-    denoisers, levels = {"denoiser": denoiser}, max(1, len(levels_of(find_layers(denoiser))))
+    denoisers, levels = {"denoiser": denoiser}, max(1, len(families.levels_of(families.find_layers(denoiser))))
     found = [fitted(config, denoisers) for config in configs if named or fits(config, denoisers)]
     for config in found if named else ():
         warn_without_effect(config)
@@ -274,7 +265,7 @@ def line_up(
     fit the denoiser are left out, or refused where somebody `named` them. The `ending` is that of twins: `AUTOTUNED`
     of patches, `COMPILED` of all that are not peers. Competitors are backends of exact attention in all layers.
     """
-    tomesd = denoiser is None or isinstance(family_of(denoiser), UNet)  # which patches nothing else
+    tomesd = denoiser is None or isinstance(families.family_of(denoiser), UNet)  # which patches nothing else
     lineup = Lineup()
     lineup.add(UNPATCHED, UNTOUCHED)
     floors: dict[str, Variant] = {}

@@ -204,18 +204,13 @@ def _made(protocol: Protocol, cell: Cell) -> str:
 
 # What decides what a patched layer computes, below the package's folder: modules, and folders of them.
 _METHOD = ("config.py", "patch.py", "phases.py", "attention/*.py", "families/*.py", "methods/*.py", "runtime/*.py")
-
-
 denoiser = main_denoiser
 
 
 def check_size(protocol: Protocol, pipe: Any) -> None:
     """Refuse a size or frames that a pipeline cannot draw, and warn of a batch that is estimated not to fit."""
     dimensions_of(pipe).check(protocol.height, protocol.width)
-    if makes_clips(pipe):
-        input_grid(pipe, protocol.height, protocol.width, protocol.frames)
-    elif protocol.frames > 1:
-        raise ElfattError(f"frames={protocol.frames} is not accepted; {type(pipe).__name__} makes images, of 1 frame.")
+    input_grid(pipe, protocol.height, protocol.width, protocol.frames)
     batches = [protocol.batch]
     if pipe.device.type == "cpu":  # a GPU's memory that runs out in timing is a result; a CPU's takes the machine down
         batches += [protocol.time.batch] if protocol.time else []
@@ -315,19 +310,8 @@ def check_images(images: Tensor, indices: Sequence[int]) -> None:
             raise ElfattError(f"image {index} {fault}")
 
 
-_IMAGE_CODE = (
-    denoiser,
-    load_protocol_pipeline,
-    make_scheduler,
-    row_patch,
-    _seeded,
-    running,
-    image_seed,
-    start_noise,
-    makes_clips,
-    make_images,
-    to_uint8,
-)
+_LOADING = (denoiser, load_protocol_pipeline, make_scheduler, row_patch, _seeded, running)
+_DRAWING = (image_seed, start_noise, makes_clips, make_images, to_uint8)
 
 
 def image_environment(protocol: Protocol, pipe: Any) -> dict[str, Any]:
@@ -360,7 +344,7 @@ def code_hashes() -> dict[str, str]:
     others = [sys.modules[name] for name in sorted(kinds) if not name.startswith("elfatt_sd.")]
     method = [path.read_text(encoding="utf-8") for path in files] + [inspect.getsource(other) for other in others]
     return {
-        "code_sha256": sha256_of_code(inspect.getsource(part) for part in _IMAGE_CODE),
+        "code_sha256": sha256_of_code(inspect.getsource(part) for part in (*_LOADING, *_DRAWING)),
         "method_sha256": sha256_of_code(method),
     }
 

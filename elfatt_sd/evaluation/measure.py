@@ -22,16 +22,7 @@ import torch
 
 from elfatt_sd.devices import empty_caches
 from elfatt_sd.errors import ElfattError, ElfattFailure, in_plain_words, is_out_of_memory
-from elfatt_sd.evaluation.generate import (
-    code_hashes,
-    denoiser,
-    image_environment,
-    image_seed,
-    load_protocol_pipeline,
-    make_images,
-    row_patch,
-    to_uint8,
-)
+from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.prompts import run_prompts
 from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, PeakMemory, Protocol, Time
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, RunFolder
@@ -49,8 +40,8 @@ def measure_time(run: RunFolder, report: Report = print) -> dict[str, Any]:
     """Time all rows and write `time.json` as a whole; nothing is taken over from an earlier attempt."""
     protocol, settings = run.protocol, run.protocol.time or Time()
     batch, baseline, begun = settings.batch or protocol.batch, protocol.baseline.name, now()
-    pipe = load_protocol_pipeline(protocol)
-    environment = image_environment(protocol, pipe)
+    pipe = generate.load_protocol_pipeline(protocol)
+    environment = generate.image_environment(protocol, pipe)
     run.check_environment(environment)
     short = dataclasses.replace(protocol, steps=min(WARMUP_STEPS, protocol.steps))
     rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
@@ -96,12 +87,12 @@ def measure_time(run: RunFolder, report: Report = print) -> dict[str, Any]:
 @torch.no_grad()
 def timed_call(pipe: Any, protocol: Protocol, cell: Cell, batch: int) -> dict[str, float]:
     """Run a row once, from the prompts to uint8 images in main memory."""
-    device = denoiser(pipe).device
+    device = generate.denoiser(pipe).device
     prompts, seeds = _given(protocol, cell, batch)
-    with row_patch(pipe, cell, seeds[0]), CallTimer(step_denoisers(pipe).values(), device) as calls:
+    with generate.row_patch(pipe, cell, seeds[0]), CallTimer(step_denoisers(pipe).values(), device) as calls:
         gc.collect()
         with Stopwatch(device) as watch:
-            to_uint8(make_images(pipe, protocol, prompts, seeds))
+            generate.to_uint8(generate.make_images(pipe, protocol, prompts, seeds))
         return {"end_to_end": watch.seconds / batch, "unet": sum(calls.each()) / batch}
 
 
@@ -109,7 +100,7 @@ def _given(protocol: Protocol, cell: Cell, batch: int) -> tuple[list[str], list[
     """Return prompts and seeds of a batch; the prompts of the run begin again where it has fewer."""
     prompts = run_prompts(protocol)
     texts = [prompts[index % len(prompts)].text for index in range(batch)]
-    return texts, [image_seed(protocol, cell, index) for index in range(batch)]
+    return texts, [generate.image_seed(protocol, cell, index) for index in range(batch)]
 
 
 def summarize_time(
@@ -135,8 +126,8 @@ def measure_memory(run: RunFolder, report: Report = print) -> dict[str, Any]:
     memory is reported as a result, and so is a system that does not tell.
     """
     protocol, begun = run.protocol, now()
-    pipe = load_protocol_pipeline(protocol)
-    device, environment = denoiser(pipe).device, image_environment(protocol, pipe)
+    pipe = generate.load_protocol_pipeline(protocol)
+    device, environment = generate.denoiser(pipe).device, generate.image_environment(protocol, pipe)
     del pipe
     free_memory()  # for the processes that measure
     told = PeakMeter(device).kind is not None
@@ -203,12 +194,12 @@ def free_memory() -> None:
 
 
 def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
-    order = json.dumps({"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": code_hashes()})
+    order = {"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": generate.code_hashes()}
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    single = {name: value for name, value in os.environ.items() if not _LAUNCHED.fullmatch(name)}
+    env = {name: value for name, value in os.environ.items() if not _LAUNCHED.fullmatch(name)} | {"PYTHONPATH": path}
     command = [sys.executable, "-m", "elfatt_sd.evaluation.measure"]
-    done = subprocess.run(command, input=order, capture_output=True, text=True, env={**single, "PYTHONPATH": path})
+    done = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, env=env)
     if done.returncode == -9:  # SIGKILL, which Windows has no name for
         return {"failed": f"out of memory at batch {batch}"}
     lines = done.stdout.splitlines()
@@ -222,13 +213,13 @@ def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
 @torch.no_grad()
 def measure_peak(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     """Run a row once in this process and read its peak; and where the meter cannot start again, that of loading."""
-    pipe = load_protocol_pipeline(protocol)
+    pipe = generate.load_protocol_pipeline(protocol)
     short = dataclasses.replace(protocol, steps=(protocol.memory or PeakMemory()).steps or protocol.steps)
-    meter = PeakMeter(denoiser(pipe).device)
+    meter = PeakMeter(generate.denoiser(pipe).device)
     loading = 0 if meter.restart() else meter.read() or 0
     prompts, seeds = _given(protocol, cell, batch)
-    with row_patch(pipe, cell, seeds[0]):
-        to_uint8(make_images(pipe, short, prompts, seeds))
+    with generate.row_patch(pipe, cell, seeds[0]):
+        generate.to_uint8(generate.make_images(pipe, short, prompts, seeds))
     return {"kind": meter.kind, "peak": (meter.read() or 0) / _GIB, "loading": loading / _GIB}
 
 
@@ -236,7 +227,7 @@ def _worker() -> None:
     """Read an order from stdin, measure, and print the result as the last line; or end with what went wrong."""
     order = json.load(sys.stdin)
     protocol = Protocol.from_dict(order["protocol"])
-    if order["code"] != code_hashes():
+    if order["code"] != generate.code_hashes():
         sys.exit("the code of elfatt_sd was changed during the run; put it back, or give a new folder.")
     try:
         result = measure_peak(protocol, protocol.cell(order["cell"]), order["batch"])

@@ -85,8 +85,7 @@ class MetricChoice:
     metric: str  # one of `KINDS`, or `package.module:function`, a function of one's own
     weights: str = ""  # file or directory of its weights; `KINDS` says of what
     name: str = ""  # of a function's metric in tables; empty takes the function's
-    # of a function's metric, which values are better: `higher` or `lower`; empty gives no verdict
-    better: Literal["", "higher", "lower"] = ""
+    better: Better = ""  # of a function's metric, which values are better; empty gives no verdict
 
     def __post_init__(self) -> None:
         own = ":" in self.metric

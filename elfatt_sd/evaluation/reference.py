@@ -16,20 +16,7 @@ import torch
 from torch import Tensor
 
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.extraction import (
-    DECODING,
-    Entry,
-    Pixels,
-    Source,
-    by_first,
-    check_exists,
-    check_shared,
-    extract,
-    gathered,
-    open_source,
-    read_chunk,
-    together,
-)
+from elfatt_sd.evaluation import extraction
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.evaluation.protocols import ReferenceChoice
 from elfatt_sd.evaluation.statistics import KERNEL_SAMPLE, LARGEST, moments
@@ -90,21 +77,21 @@ def build_reference(
     A killed computation goes on where it was and gives the same bits. Under `accelerate launch` the processes share the
     work, and the first one decides; two runs that need the same reference wait for each other.
     """
-    pictures, identity = together(lambda: check_reference(wanted, extractor, classes))
+    pictures, identity = extraction.together(lambda: check_reference(wanted, extractor, classes))
     if isinstance(pictures, Reference):
         return pictures
-    if len(set(gathered(identity))) > 1:
+    if len(set(extraction.gathered(identity))) > 1:
         raise ElfattError(
             f"reference {wanted.source} is not the same in all processes (names, sizes or times of its files, the "
             "extractor, or the versions of torch and Pillow); give a folder that all machines share, or copies that "
             "keep the times (rsync -a)."
         )
-    check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
+    extraction.check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
     with contextlib.ExitStack() as held:
-        by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))  # the other processes wait for the first
-        chunks = extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
-    found, names = zip(*map(read_chunk, chunks), strict=True)
+        extraction.by_first(lambda: held.enter_context(folder_lock(folder, wait=True)))  # the others wait for it
+        chunks = extraction.extract(pictures, extractor, folder / "chunks", progress=progress, name="reference")
+    found, names = zip(*map(extraction.read_chunk, chunks), strict=True)
     features, unreadable = torch.cat(found), [name for each in names for name in each]
     count = len(features)
     _check_count(wanted, count, unreadable)
@@ -122,12 +109,12 @@ def build_reference(
 
 def check_reference(
     wanted: ReferenceChoice, extractor: Extractor, classes: Sequence[int] = ()
-) -> tuple[Source | Reference, str]:
+) -> tuple[extraction.Source | Reference, str]:
     """Return the images, of which there are as many as there must be, and the hash of them and all preprocessing.
 
     Of a file of moments, which needs no images, return the reference itself.
     """
-    check_exists(wanted.source)
+    extraction.check_exists(wanted.source)
     if wanted.source.lower().endswith(MOMENTS):
         reference = _from_moments(wanted, extractor)
         return reference, reference.identity
@@ -136,10 +123,10 @@ def check_reference(
         fingerprint = pictures.fingerprint
     else:
         recipe = _recipe(wanted)
-        found = open_source(wanted.source, wanted.per_class)
+        found = extraction.open_source(wanted.source, wanted.per_class)
         pictures = replace(found, read=lambda entry: resized(found.read(entry), **recipe))
         _check_count(wanted, len(pictures.entries))
-        fingerprint = [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, DECODING]
+        fingerprint = [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, extraction.DECODING]
     version = torch.__version__.partition("+")[0]
     return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
 
@@ -157,7 +144,7 @@ def _check_count(wanted: ReferenceChoice, count: int, unreadable: Sequence[str] 
         )
 
 
-def renders(count: int, classes: Sequence[int]) -> Source:
+def renders(count: int, classes: Sequence[int]) -> extraction.Source:
     """Held-out images of the toy's renderer, with the classes of the prompts."""
     from elfatt_sd.toy import renderer
 
@@ -165,7 +152,7 @@ def renders(count: int, classes: Sequence[int]) -> Source:
     wanted = tuple(chosen[index % len(chosen)] for index in range(count))
     lock = threading.Lock()
 
-    def read(entry: Entry) -> Pixels:
+    def read(entry: extraction.Entry) -> extraction.Pixels:
         with lock:  # the first one draws all of them
             labels, geometry = scenes(wanted)
         place = entry.where
@@ -173,7 +160,7 @@ def renders(count: int, classes: Sequence[int]) -> Source:
         return (picture.permute(1, 2, 0) * 255).round().to(torch.uint8).numpy()
 
     fingerprint = ["renders", count, chosen[:count], RENDER_SEED, RENDERS]
-    return Source([Entry(f"render {place}", place) for place in range(count)], fingerprint, read)
+    return extraction.Source([extraction.Entry(f"render {place}", place) for place in range(count)], fingerprint, read)
 
 
 @functools.lru_cache(maxsize=1)

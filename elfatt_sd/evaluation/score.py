@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from elfatt_sd.devices import accelerators
 from elfatt_sd.errors import ElfattError, need
+from elfatt_sd.evaluation import statistics
 from elfatt_sd.evaluation.extraction import Images, by_first, extract, process_state, read_chunk
 from elfatt_sd.evaluation.features import Extractor, load_extractor, toy_attributes
 from elfatt_sd.evaluation.frechet import FrechetFigures, Target, frechet_figures
@@ -28,17 +29,6 @@ from elfatt_sd.evaluation.protocols import Protocol
 from elfatt_sd.evaluation.records import SCORES_FORMAT
 from elfatt_sd.evaluation.reference import Reference, build_reference, check_reference
 from elfatt_sd.evaluation.run import SCORES_FILE, RunFolder, clear_disk_errors
-from elfatt_sd.evaluation.statistics import (
-    ROWS,
-    ClassEstimate,
-    Interval,
-    cmmd,
-    even_classes,
-    kernel_distance,
-    kernel_within,
-    share_interval,
-    verdict,
-)
 from elfatt_sd.files import cache_folder, sha256_of_data, write_json
 from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import Progress
@@ -143,10 +133,10 @@ def _classes(protocol: Protocol) -> list[int]:
 
 @dataclass(frozen=True)
 class Known:
-    estimate: ClassEstimate
+    estimate: statistics.ClassEstimate
     better: Better = "lower"
     limit: FrechetFigures | None = None  # of a Frechet distance: what it is with infinitely many images
-    interval: Interval | None = None  # where it is not that of the estimate
+    interval: statistics.Interval | None = None  # where it is not that of the estimate
     compares: bool = False  # a difference to the untouched pipeline itself: it has an interval and no verdict
 
     def published(self, other: Known | None, classes: int, *, metric: bool) -> dict[str, Any]:
@@ -162,7 +152,7 @@ class Known:
             value, interval = moved.value, moved.interval()
             if self.limit and other.limit:
                 value, interval = self.limit.limit_difference(other.limit)
-            said = verdict(interval, classes, lower_is_better=self.better == "lower")
+            said = statistics.verdict(interval, classes, lower_is_better=self.better == "lower")
             found["difference"] = {"value": value, "interval": interval, **({"verdict": said} if self.better else {})}
             found["difference"] |= {"images": "infinite"} if self.limit else {}
         return found
@@ -198,8 +188,8 @@ class Scorer:
             wanted = class_labels([CLASSES[number] for number in images.classes]).unbind(1)
             right = {name: (found == each).double() for (name, found), each in zip(seen.items(), wanted, strict=True)}
             for name, values in {**right, "mean": torch.stack(list(right.values())).mean(0)}.items():
-                interval = share_interval(values, images.classes, len(right) if name == "mean" else 1)
-                mean = ClassEstimate.mean(values, images.classes)
+                interval = statistics.share_interval(values, images.classes, len(right) if name == "mean" else 1)
+                mean = statistics.ClassEstimate.mean(values, images.classes)
                 figures["accuracy", name] = Known(mean, "higher", interval=interval)
         return Measured(images, figures)
 
@@ -212,10 +202,11 @@ class Scorer:
             order = torch.argsort(changes[:, 0], stable=True)[:MOST_CHANGED].tolist()
             lowest = [index for index in order if changes[index, 0].isfinite()]  # identical ones are left out
             figures = self._means(images, baseline.images) | figures
+        classes = statistics.even_classes(images.classes)
         parts: dict[str, dict[str, Any]] = {"distances": {}, "accuracy": {}, "metrics": {}}
         for (part, name), known in figures.items():
             other = baseline.figures.get((part, name)) if baseline else None
-            parts[part][name] = known.published(other, even_classes(images.classes), metric=part == "metrics")
+            parts[part][name] = known.published(other, classes, metric=part == "metrics")
         return {
             "images": len(images.paths),
             "classes": len(set(images.classes)),
@@ -245,10 +236,9 @@ class Scorer:
             "ssim": {**_summary(changes[:, 1], classes, -1.0, 1.0), "pictures": similarities},
         }
         for scale in self.scales[:1]:
-            pairs = zip(*(torch.split(scale.features(each), ROWS) for each in (images, baseline.images)), strict=True)
-            cosine = torch.cat(
-                [functional.cosine_similarity(mine.double(), other.double(), dim=1) for mine, other in pairs]
-            )
+            sides = (torch.split(scale.features(each), statistics.ROWS) for each in (images, baseline.images))
+            pairs = ((mine.double(), other.double()) for mine, other in zip(*sides, strict=True))
+            cosine = torch.cat([functional.cosine_similarity(*pair, dim=1) for pair in pairs])
             each = cosine.view(len(images.paths), -1).mean(1)
             found["cosine"] = {**_summary(each, classes, -1.0, 1.0), "extractor": scale.extractor.name}
         return found
@@ -258,7 +248,7 @@ class Scorer:
         found = {}
         for metric in self.metrics:
             if metric.compares == (baseline is not None):
-                mean = ClassEstimate.mean(self.values(metric, images, baseline), images.classes)
+                mean = statistics.ClassEstimate.mean(self.values(metric, images, baseline), images.classes)
                 found["metrics", metric.name] = Known(mean, metric.better, compares=metric.compares)
         return found
 
@@ -287,7 +277,7 @@ class Scale:
         self.distance_name = extractor.distance_name + reference.metric_suffix
         # what distances need of the reference, whatever the row
         self.target = Target(reference.mean, reference.covariance)
-        self.within = None if reference.sample is None else kernel_within(reference.sample)
+        self.within = None if reference.sample is None else statistics.kernel_within(reference.sample)
         self.chunks = dict[str, list[Path]]()  # the files of features of each row
 
     def extract(self, images: Images, progress: Progress | None = None) -> None:
@@ -310,11 +300,11 @@ class Scale:
         if sample is None:
             return found
         title = extractor.kernel_name + self.reference.metric_suffix
-        found["distances", title] = Known(kernel_distance(features, sample, classes, within=self.within))
+        found["distances", title] = Known(statistics.kernel_distance(features, sample, classes, within=self.within))
         if "cmmd" in wanted and extractor.name == "clip":
             published = (recipe.get("crop"), extractor.dimension) == (336, 768)
             name = "CMMD" if published else f"CMMD ({str(recipe.get('sha256'))[:8]})"
-            found["metrics", name] = Known(cmmd(features, sample, classes))
+            found["metrics", name] = Known(statistics.cmmd(features, sample, classes))
         return found
 
 
@@ -343,7 +333,7 @@ def _summary(values: Tensor, classes: Tensor, low: float, high: float) -> dict[s
     """The mean of one number per image with its 95 % interval, median, quartiles and lowest; None without images."""
     if not len(values):
         return dict.fromkeys(("mean", "interval", "median", "quartiles", "lowest"))
-    mean = ClassEstimate.mean(values, classes)
+    mean = statistics.ClassEstimate.mean(values, classes)
     ends = mean.interval()
     quartiles = torch.quantile(values, values.new_tensor([0.25, 0.5, 0.75])).tolist()
     return {

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from elfatt_sd import files
 from elfatt_sd.errors import REPORT, ElfattError, ElfattFailure, need
+from elfatt_sd.evaluation import run as runs
 from elfatt_sd.evaluation.extraction import by_first, check_exists, every_minute, is_first, leave_processes
 from elfatt_sd.evaluation.generate import check_size, costs, generate, load_protocol_pipeline, row_patch, write_cost
 from elfatt_sd.evaluation.measure import Report, free_memory, measure_memory, measure_time
@@ -24,29 +26,7 @@ from elfatt_sd.evaluation.protocols import TOLERANCE, Protocol, decisive, unequa
 from elfatt_sd.evaluation.records import SCORES_FORMAT, StageFile, read_data
 from elfatt_sd.evaluation.report.data import Results, load_results
 from elfatt_sd.evaluation.report.page import write_report
-from elfatt_sd.evaluation.run import (
-    COST_FILE,
-    MEMORY_FILE,
-    RESULTS_FILE,
-    RUN_FILE,
-    SCORES_FILE,
-    STAGES_FILE,
-    TIME_FILE,
-    RowFolder,
-    RunFolder,
-    clear_disk_errors,
-)
 from elfatt_sd.evaluation.score import build_references, load_extractors, network_device, score_inputs, score_run
-from elfatt_sd.files import (
-    cache_folder,
-    check_writable,
-    read_json,
-    read_typed,
-    sha256_of_data,
-    sha256_of_file,
-    visible,
-    write_json,
-)
 from elfatt_sd.loading import check_model, pick_device, pick_dtype
 from elfatt_sd.measure import Progress, Stopwatch
 from elfatt_sd.peers import packages_of
@@ -55,14 +35,14 @@ _PNG_BYTES_PER_PIXEL = 1.6  # of photographs; flat images take less
 _ROUNDING = 1e-9
 
 
-def _done_before(run: RunFolder) -> dict[str, str]:
+def _done_before(run: runs.RunFolder) -> dict[str, str]:
     """Return the hash of what each stage was made from, by its name."""
     with contextlib.suppress(ElfattError):
-        return read_typed(run.folder / STAGES_FILE, dict[str, str], "") or {}
+        return files.read_typed(run.folder / runs.STAGES_FILE, dict[str, str], "") or {}
     return {}
 
 
-def outlook(run: RunFolder) -> list[str]:
+def outlook(run: runs.RunFolder) -> list[str]:
     """Say how many images a run has, what they take of the disk, as an estimate, and what is to do."""
     protocol, count, done = run.protocol, len(run.prompts) * len(run.rows), _done_before(run)
     needed = count * protocol.frames * protocol.height * protocol.width * _PNG_BYTES_PER_PIXEL / 2**30
@@ -100,7 +80,7 @@ def first_checks(protocol: Protocol, *, scored: bool = True) -> Iterator[Callabl
             yield lambda: check_exists(protocol.reference.source)
 
 
-def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
+def obstacles(run: runs.RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
     """Try everything that a run needs, and return a line for each thing that would stop it or a row."""
     protocol, found = run.protocol, dict[str, None]()
     try:
@@ -119,8 +99,8 @@ def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
                 pass
         check_size(protocol, pipe)
 
-    checks: list[Callable[[], Any]] = [lambda: check_writable(run.folder), run.check]
-    checks += [functools.partial(RunFolder.open, other) for other in reuse]
+    checks: list[Callable[[], Any]] = [lambda: files.check_writable(run.folder), run.check]
+    checks += [functools.partial(runs.RunFolder.open, other) for other in reuse]
     checks += first_checks(protocol)
     checks += [functools.partial(load_metrics, [each], network_device(protocol)) for each in protocol.metrics]
     alone = [dataclasses.replace(protocol, extractors=(each,), metrics=()) for each in protocol.extractors]
@@ -134,7 +114,7 @@ def obstacles(run: RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
 
 
 def evaluate(
-    run: RunFolder, report: Report = print, *, reuse: Sequence[RunFolder] = (), show_progress: bool = True
+    run: runs.RunFolder, report: Report = print, *, reuse: Sequence[runs.RunFolder] = (), show_progress: bool = True
 ) -> dict[str, str]:
     """Go through all stages of a run; what is finished already is not done again.
 
@@ -149,7 +129,7 @@ def evaluate(
         by_first(run.check)
         by_first(lambda: score_inputs(protocol, load_extractors(protocol)))
         tell = report if first else lambda line: None
-        if not (run.folder / SCORES_FILE).exists():
+        if not (run.folder / runs.SCORES_FILE).exists():
             tell("reference: begun")
         # first: what is wrong with it should cost no images
         build_references(protocol, progress=every_minute(tell))
@@ -162,29 +142,29 @@ def evaluate(
         if not first:
             return {}
         if protocol.time is not None:
-            failed |= _once(run, "time", TIME_FILE, report, lambda: measure_time(run, report))
+            failed |= _once(run, "time", runs.TIME_FILE, report, lambda: measure_time(run, report))
         free_memory()
         if protocol.memory is not None:
-            failed |= _once(run, "memory", MEMORY_FILE, report, lambda: measure_memory(run, report))
-        results = {RESULTS_FILE: sha256_of_data(run.write_results())}
+            failed |= _once(run, "memory", runs.MEMORY_FILE, report, lambda: measure_memory(run, report))
+        results = {runs.RESULTS_FILE: files.sha256_of_data(run.write_results())}
         _once(run, "report", "report/index.html", report, lambda: write_report(load_results(run.folder)), results)
         return failed
 
 
-def score(run: RunFolder, report: Report = print) -> None:
+def score(run: runs.RunFolder, report: Report = print) -> None:
     """Score the images of a run, building the reference if it is not cached; skipped where nothing changed."""
     if not run.baseline.finished:
         reason = run.baseline.failure or "it is not generated yet"
         raise ElfattFailure(f"row {run.baseline.name!r}, the baseline, has no images: {reason}")
-    inputs = {row.name: sha256_of_file(row.manifest) for row in run.finished}
+    inputs = {row.name: files.sha256_of_file(row.manifest) for row in run.finished}
     extractors = load_extractors(run.protocol)
     inputs |= {"format": str(SCORES_FORMAT), **score_inputs(run.protocol, extractors)}
     progress = every_minute(report)
-    _once(run, "score", SCORES_FILE, report, lambda: score_run(run, extractors, progress=progress), inputs)
+    _once(run, "score", runs.SCORES_FILE, report, lambda: score_run(run, extractors, progress=progress), inputs)
 
 
 def _once(
-    run: RunFolder,
+    run: runs.RunFolder,
     name: str,
     output: str,
     report: Report,
@@ -195,7 +175,7 @@ def _once(
 
     Returns why rows could not be measured, by their names; the stage is then done again the next time.
     """
-    now, path = sha256_of_data([run.record.identity, inputs or {}]), run.folder / output
+    now, path = files.sha256_of_data([run.record.identity, inputs or {}]), run.folder / output
     if by_first(lambda: path.is_file() and _done_before(run).get(name) == now):
         report(f"{name}: done before")
         return {}
@@ -204,36 +184,36 @@ def _once(
         found = action()
     errors: dict[str, str] = found.get("errors", {}) if isinstance(found, dict) else {}
     if is_first() and not errors:
-        write_json(run.folder / STAGES_FILE, {**_done_before(run), name: now})
+        files.write_json(run.folder / runs.STAGES_FILE, {**_done_before(run), name: now})
     report(f"{name}: done in {watch.seconds:.0f} s")
     return errors
 
 
-def verify_run(run: RunFolder, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
+def verify_run(run: runs.RunFolder, *, recompute: bool = True, progress: Progress | None = None) -> list[str]:
     """Compare images with their hashes, scores and cost with new ones, and the results with the files of the stages."""
     record = run.record
     problems = [problem for row in run.rows for problem in _wrong_images(run, row)]
-    if sha256_of_data(decisive(record.protocol)) != record.identity:
-        place = run.folder / RUN_FILE
+    if files.sha256_of_data(decisive(record.protocol)) != record.identity:
+        place = run.folder / runs.RUN_FILE
         problems.insert(0, f"{place}: the protocol does not have the identity that is given; it was edited")
     if problems:
         return problems
 
     def scores() -> Any:
-        place = cache_folder()  # which has room for features; a folder for temporary files may lie in memory
-        with clear_disk_errors(place):
+        place = files.cache_folder()  # which has room for features; a folder for temporary files may lie in memory
+        with runs.clear_disk_errors(place):
             place.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix="verify-", dir=place, ignore_cleanup_errors=True) as name:
                 score_run(run, folder=Path(name), progress=progress)  # there is nothing of what was computed before
-                return read_json(Path(name) / SCORES_FILE, "")
+                return files.read_json(Path(name) / runs.SCORES_FILE, "")
 
-    computed = [(SCORES_FILE, scores, TOLERANCE), (COST_FILE, lambda: costs(run), _ROUNDING)] if recompute else []
-    for name, compute, tolerance in [*computed, (RESULTS_FILE, run.results, 0.0)]:
-        path, shape = run.folder / name, Results if name == RESULTS_FILE else StageFile
+    computed = [(runs.SCORES_FILE, scores, TOLERANCE), (runs.COST_FILE, lambda: costs(run), _ROUNDING)]
+    for name, compute, tolerance in [*(computed if recompute else ()), (runs.RESULTS_FILE, run.results, 0.0)]:
+        path, shape = run.folder / name, Results if name == runs.RESULTS_FILE else StageFile
         try:
             recorded = read_data(path, shape, "`elfatt-sd eval report` writes `results.json` again", record.identity)
             if recorded is None:
-                problems += [f"{path}: deleted, or the run is not that far"] if name != COST_FILE else []
+                problems += [f"{path}: deleted, or the run is not that far"] if name != runs.COST_FILE else []
                 continue
             differences = unequal(recorded, compute(), tolerance=tolerance)
             told = [each for each in differences if not each[0].endswith(".left_out")]  # no images: they come and go
@@ -243,7 +223,7 @@ def verify_run(run: RunFolder, *, recompute: bool = True, progress: Progress | N
     return problems
 
 
-def _wrong_images(run: RunFolder, row: RowFolder) -> Iterator[str]:
+def _wrong_images(run: runs.RunFolder, row: runs.RowFolder) -> Iterator[str]:
     try:
         if row.failure is not None:
             return
@@ -257,8 +237,8 @@ def _wrong_images(run: RunFolder, row: RowFolder) -> Iterator[str]:
     for path, each in paths.items():
         if not path.is_file():
             yield f"{path}: deleted"
-        elif sha256_of_file(path) != each.sha256:
+        elif files.sha256_of_file(path) != each.sha256:
             yield f"{path}: altered"
-    for path in visible(row.images_folder.glob("*.png")):
+    for path in files.visible(row.images_folder.glob("*.png")):
         if path not in paths:
             yield f"{path}: not an image of this run"

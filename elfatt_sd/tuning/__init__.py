@@ -34,19 +34,7 @@ from elfatt_sd.runtime.layer import fitted
 from elfatt_sd.toy.renderer import sample_prompts
 from elfatt_sd.tuning.model import Choice, Predictor
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
-from elfatt_sd.tuning.proof import (
-    SHARES,
-    Budget,
-    Compare,
-    Measure,
-    Metric,
-    Point,
-    Promise,
-    Proof,
-    check_wanted,
-    measure_named,
-    with_origin,
-)  # fmt: skip
+from elfatt_sd.tuning.proof import Budget, Compare, Measure, Metric, Point, Promise, Proof, check_wanted, measure_named
 from elfatt_sd.tuning.runs import Drawn, DrawSettings, Runs, Sample, Store, embedded_name, fingerprint, short_hash
 from elfatt_sd.tuning.tuned import UNTOUCHED, Tuned
 
@@ -70,6 +58,7 @@ SPREAD, SPREAD_KNOWN = 6.0, 4  # dB by which images differ, and how many images 
 LEAST_SLOPE = 0.3  # dB of held-out images for each that is predicted, of which corrections make use
 NEAR = 3.0  # dB above what was aimed at, at which a faster choice is looked for
 LEAST_LACK = 1.0  # dB that a choice is closer than one that was not proved
+SHARES = (0.5, 0.25, 0.25)  # of the error that a promise may have, for the first choice that is proved, and the next
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
 _FIGURES = 7  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
@@ -172,7 +161,7 @@ def tune(
                 warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=2)
         proof = search.prove(search.settle())
         return Tuned(
-            config=UNTOUCHED if proof is None else with_origin(pipe, proof, budget, record),
+            config=UNTOUCHED if proof is None else proof.with_origin(pipe, budget, record),
             budget=budget,
             measure=measure,
             proof=proof,
@@ -220,13 +209,7 @@ class Search:
     """Tunes one pipeline: measures, predicts, tries choices, and has them proved."""
 
     def __init__(
-        self,
-        runs: Runs,
-        samples: Sequence[Sample],
-        budget: Budget,
-        measure: Measure,
-        store: Store,
-        reuse: bool = True,
+        self, runs: Runs, samples: Sequence[Sample], budget: Budget, measure: Measure, store: Store, reuse: bool = True
     ) -> None:
         self.runs, self.budget, self.measure, self.store, self.reuse = runs, budget, measure, store, reuse
         self.samples, self.held_out = samples[:SEARCHED], samples[SEARCHED:]

@@ -54,9 +54,7 @@ class Candidate:
     """A phase that a layer can have."""
 
     phase: Phase  # until the end of the run
-    # number of the approximation among those that are measured; -1 computes nothing (the output of an earlier step is
-    # used again)
-    base: int
+    base: int  # number of the approximation among those that are measured; -1 uses the output of an earlier step
 
 
 EXACTLY = Candidate(EXACT, -2)
@@ -128,8 +126,7 @@ def rows_of(output: Any, scale: float | None = None, copies: int = 1) -> Rows:
 @dataclass
 class LayerFigures:
     bases: list[Phase]  # the approximations
-    # numbers of those that ran out of memory, or gave values that are not finite
-    lost: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)  # numbers of those that ran out of memory, or gave NaN or infinity
     # numbers of those whose errors in two steps are independent: they draw at random in each step, or round
     fresh: set[int] = field(default_factory=set)
     seconds: list[float] = field(default_factory=list)  # of exact attention, by call

@@ -33,7 +33,6 @@ METRICS: tuple[Metric, ...] = get_args(Metric)
 _RANGES = {"psnr": (0.0, 100.0), "ssim": (-1.0, 1.0)}  # distances have no greatest value
 _ANY = {"low": -math.inf, "high": math.inf}  # its range is that of the measure
 FEWEST, EVERY = 8, 4  # images before the first look at them, and from one look to the next
-SHARES = (0.5, 0.25, 0.25)  # of the error that a promise may have, for the first choice that is proved, and the next
 LEAST_SKEW = 0.5  # to far, of the distribution of closeness: few images do not show what is rare
 _HOPELESS = 1.3  # standard errors by which the images to come would have to be closer than those that were drawn
 _PATHS = 50_000  # that are simulated to find the level of a look
@@ -319,6 +318,26 @@ class Proof:
             f"{self.point.mean:.{digits}f}, {'lowest' if self.measure.higher else 'highest'} {self.lowest:.{digits}f}"
         )
 
+    def with_origin(self, pipe: Any, budget: Budget, record: dict[str, Any]) -> PatchConfig:
+        """Return settings that were proved, with what their file, and whoever applies them, is told."""
+        frames, where = self.untouched[0].frames, record["model"] or record["pipeline"]
+        (width, height), clip = frames[0].size, f", {len(frames)} frames" * (len(frames) > 1)
+        origin = {
+            "model": os.path.basename(os.path.abspath(where)) if os.path.exists(where) else where,
+            "weights": fingerprint(main_denoiser(pipe)),
+            "size": f"{width}x{height}{clip}",
+            "input": str(input_grid(pipe, height, width, len(frames) if clip else None)),
+            **{name: record["settings"][name] for name in ("steps", "guidance")},
+            "scheduler": type(pipe.scheduler).__name__,
+            **{name: record[name] for name in ("device", "dtype", "versions")},
+            "asked": budget.words(self.measure),
+            "promised": f"{self.words()}; {self.point.times:.2f} times as fast",
+            "prompts": len({sample.prompt for sample in self.samples}),
+            "images": len(self.samples),
+            "date": time.strftime("%Y-%m-%d"),
+        }
+        return dataclasses.replace(self.point.config, origin=origin)
+
     @property
     def _close(self) -> list[float]:
         return [self.measure.sign * value for value in self.point.closeness]
@@ -327,24 +346,3 @@ class Proof:
 def peak_of(drawn: Sequence[Drawn]) -> int:
     """Return the highest memory use in bytes; 0 where it was not measured."""
     return max((each.peak or 0 for each in drawn), default=0)
-
-
-def with_origin(pipe: Any, proof: Proof, budget: Budget, record: dict[str, Any]) -> PatchConfig:
-    """Return settings that were proved, with what their file, and whoever applies them, is told."""
-    frames, where = proof.untouched[0].frames, record["model"] or record["pipeline"]
-    (width, height), clip = frames[0].size, f", {len(frames)} frames" * (len(frames) > 1)
-    origin = {
-        "model": os.path.basename(os.path.abspath(where)) if os.path.exists(where) else where,
-        "weights": fingerprint(main_denoiser(pipe)),
-        "size": f"{width}x{height}{clip}",
-        "input": str(input_grid(pipe, height, width, len(frames) if clip else None)),
-        **{name: record["settings"][name] for name in ("steps", "guidance")},
-        "scheduler": type(pipe.scheduler).__name__,
-        **{name: record[name] for name in ("device", "dtype", "versions")},
-        "asked": budget.words(proof.measure),
-        "promised": f"{proof.words()}; {proof.point.times:.2f} times as fast",
-        "prompts": len({sample.prompt for sample in proof.samples}),
-        "images": len(proof.samples),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-    return dataclasses.replace(proof.point.config, origin=origin)

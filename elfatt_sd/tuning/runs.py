@@ -78,8 +78,7 @@ class DrawSettings:
 
     def check(self, pipe: Any) -> None:
         """Refuse a size that a pipeline cannot draw; warn of frames where it makes no clips."""
-        if self.height is not None or self.width is not None:
-            dimensions_of(pipe).check(self.height, self.width)
+        dimensions_of(pipe).check(self.height, self.width)
         if "num_frames" in taken(pipe):
             input_grid(pipe, self.height, self.width, self.frames)
         elif self.frames is not None:

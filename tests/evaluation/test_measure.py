@@ -121,8 +121,8 @@ def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(time: Stage) -> N
 @pytest.mark.parametrize("stage", [measure.measure_time, measure.measure_memory])
 def test_no_other_model_is_measured(made: tuple[Path, Protocol], monkeypatch: pytest.MonkeyPatch, stage: Any) -> None:
     """Although all images are there, so that none had to be made."""
-    real, other = measure.image_environment, {"model_sha256": "other"}
-    monkeypatch.setattr(measure, "image_environment", lambda *given: real(*given) | other)
+    real, other = generate.image_environment, {"model_sha256": "other"}
+    monkeypatch.setattr(generate, "image_environment", lambda *given: real(*given) | other)
     for name in ("timed_call", "run_worker"):
         monkeypatch.setattr(measure, name, lambda *_: pytest.fail("measured"))
     with pytest.raises(ElfattError, match=r"images come out differently \(model_sha256: \w+ there, other here\)"):

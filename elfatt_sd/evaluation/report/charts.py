@@ -179,11 +179,7 @@ def distance_over_time(results: Results) -> Chart | None:
 
 
 def _over_time(
-    results: Results,
-    up: Callable[[Row], Estimate | None],
-    words: tuple[str, str, str],
-    label: str,
-    sign: int = 1,
+    results: Results, up: Callable[[Row], Estimate | None], words: tuple[str, str, str], label: str, sign: int = 1
 ) -> Chart | None:
     """Draw a figure over the time; the null row, which is far off, has no place there."""
     part, looks, (name, title, caption) = results.time_part, styles(results), words

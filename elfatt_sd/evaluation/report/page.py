@@ -19,20 +19,9 @@ from PIL import Image
 
 from elfatt_sd.drawing.compare import BRIGHTER, difference
 from elfatt_sd.errors import REPORT, ElfattError, need
+from elfatt_sd.evaluation.report import tables
 from elfatt_sd.evaluation.report.charts import Chart, draw_plots, styles
 from elfatt_sd.evaluation.report.data import NULL, PARTS, Results, Row, is_kernel
-from elfatt_sd.evaluation.report.tables import (
-    comparison,
-    findings,
-    headline,
-    main_table,
-    metrics_table,
-    more_table,
-    published_table,
-    recommended,
-    told_apart,
-    written_tables,
-)
 from elfatt_sd.evaluation.run import RowFolder
 from elfatt_sd.evaluation.statistics import FEWEST_CLASSES, TOO_FEW
 from elfatt_sd.files import is_plain_name, read_plain, write_file
@@ -57,7 +46,7 @@ def report_files(results: Results, *, page: bool = True) -> dict[str, bytes]:
     """Return the whole report: page, tables and plots, by the names of their files."""
     need("a report", *REPORT)
     plots = draw_plots(results)
-    texts = written_tables(results) | ({PAGE: render_page(results, plots)} if page else {})
+    texts = tables.written_tables(results) | ({PAGE: render_page(results, plots)} if page else {})
     return {name: text.encode() for name, text in texts.items()} | {f"{plot.name}.png": png for plot, png in plots}
 
 
@@ -143,18 +132,18 @@ _HERE = Path(__file__).parent
 
 def render_page(results: Results, plots: Sequence[tuple[Chart, bytes]]) -> str:
     grid, changed = pictures_of(results)
-    metrics = metrics_table(results)
+    metrics = tables.metrics_table(results)
     shared = {
         "results": results,
         "styles": styles(results),
-        "headline": headline(results),
-        "recommended": recommended(results),
-        "findings": findings(results),
-        "main": told_apart(main_table(results)),
-        "metrics": metrics and told_apart(metrics),
-        "more": told_apart(more_table(results)),
-        "published": published_table(results),
-        "comparable": comparison(results),
+        "headline": tables.headline(results),
+        "recommended": tables.recommended(results),
+        "findings": tables.findings(results),
+        "main": tables.told_apart(tables.main_table(results)),
+        "metrics": metrics and tables.told_apart(metrics),
+        "more": tables.told_apart(tables.more_table(results)),
+        "published": tables.published_table(results),
+        "comparable": tables.comparison(results),
         "kernels": [name for name in results.distances if is_kernel(name)],
         "too_few": TOO_FEW,
         "fewest": FEWEST_CLASSES,

@@ -15,16 +15,7 @@ from typing import Any
 
 from elfatt_sd.evaluation.protocols import FEW_REPEATS
 from elfatt_sd.evaluation.records import Estimate, estimate
-from elfatt_sd.evaluation.report.data import (
-    ACCURACY,
-    BASELINE,
-    NULL,
-    PARTS,
-    Results,
-    Row,
-    setting_text,
-    setting_title,
-)
+from elfatt_sd.evaluation.report.data import ACCURACY, BASELINE, NULL, PARTS, Results, Row, setting_text, setting_title
 from elfatt_sd.evaluation.statistics import BETTER, FEWEST_CLASSES, NO_DIFFERENCE, TOO_FEW, WORSE
 
 MISSING, DASH, REFERENCE = "not measured", "—", "reference"
