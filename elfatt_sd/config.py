@@ -17,7 +17,6 @@ from elfatt_sd.errors import ElfattError, ElfattFailure, is_unreachable, shorten
 from elfatt_sd.files import HUB_ID, known_keys, write_json
 from elfatt_sd.methods import attention_named, attentions, is_own, reserve
 from elfatt_sd.phases import (
-    DOWNSAMPLES,
     EXACT,
     RUN_SETTINGS,
     Backend,
@@ -27,9 +26,8 @@ from elfatt_sd.phases import (
     Phase,
     Settings,
     StepReuse,
-    check_ends,
-    check_phases,
     check_settings,
+    check_stretches,
     objects_of,
     phases_of,
     reuse_of,
@@ -90,13 +88,9 @@ class PatchConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or not self.method:
             raise ElfattError(f"method={self.method!r} is not accepted; give a name.")
-        check_phases(self.phases)
-        if self.max_downsample not in (None, *DOWNSAMPLES):
-            raise ElfattError(f"max_downsample={self.max_downsample!r} is not accepted; give 1, 2, 4, 8 or None.")
+        check_stretches("phases", self.phases, Phase)
+        check_stretches("reuse", self.reuse, StepReuse)
         errors.fields(self)
-        if not isinstance(self.reuse, tuple) or not all(isinstance(each, StepReuse) for each in self.reuse):
-            raise ElfattError(f"reuse={self.reuse!r} is not accepted; give a tuple of StepReuse.")
-        check_ends("reuse", [each.until for each in self.reuse])
         narrower = next((phase.attention_dtype for phase in self.all_phases if phase.attention_dtype), None)
         if self.fp32_logits and narrower:
             raise ElfattError(
@@ -384,11 +378,9 @@ PRESETS: dict[Method, PatchConfig] = {
     # ELFATT-SD: agents and blocks of 128 in the first 20 % of the steps (the paper's tabSDa1), then ToMe. On the toy
     # the block size is not shown to matter: docs/quality.md, `study_block_size`; 512 of its images: `study_presets`.
     "elfatt": PatchConfig("elfatt", (Phase(0.2, "elfatt", ratio=0.5), _TOME)),
-    # Beyond the paper: exact early steps, then stratified random samples of keys, without merging. Of all ways to see
-    # 128 keys that keep nothing from step to step the closest to untouched: docs/quality.md, `study_blocks`. 128 keys
-    # on one level from the first step on, with a difference shared by 8 steps, are 3.4 dB closer at about its speed
-    # (`study_residual`) and 1.19 times the memory: docs/performance.md. Without exact early steps some images become
-    # others: `study_steps`. The second level costs 0.7 dB: `study_residual`. 512 of its images: `study_presets`.
+    # Beyond the paper: exact early steps, without which some images become others (docs/quality.md, `study_steps`), and
+    # stratified random samples of keys, without merging: of all ways to see 128 keys that keep nothing from step to
+    # step the closest to untouched (`study_blocks`). What a shared difference gains and takes: `study_residual`.
     "elfatt-fast": PatchConfig("elfatt-fast", (Phase(0.2), Phase(1.0, "sampled", keys=128)), levels=2),
     # More keys, from the first step on; one step of four is exact, and its difference corrects the other three. No row
     # of its speed is closer to untouched: docs/quality.md, `study_residual`; 512 of its images: `study_presets`.

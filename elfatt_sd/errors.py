@@ -21,9 +21,9 @@ class ElfattFailure(ElfattError):
     """What was asked for is right, but it could not be done: the hub, a disk or the memory is at fault."""
 
 
-def choice(name: str, value: object, accepted: Collection[str]) -> None:
+def choice(name: str, value: object, accepted: Collection[object]) -> None:
     if value not in accepted:
-        raise ElfattError(f"{name}={value!r} is not known; accepted: {', '.join(accepted)}.")
+        raise ElfattError(f"{name}={value!r} is not known; accepted: {', '.join(map(str, accepted))}.")
 
 
 def whole(name: str, value: object, low: int, high: int | None = None) -> None:

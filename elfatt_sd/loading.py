@@ -309,13 +309,10 @@ def check_model(
         return path
     if HUB_ID.fullmatch(str(model)):
         return str(model)
-    if str(model) in SHAPE_NAMES:
-        raise ElfattError(
-            f"model={str(model)!r} is a shape without weights, for elfatt-sd bench and patch; give {_EMBEDDED}, a "
-            "diffusers directory, a .safetensors file, or a hub id."
-        )
+    shape = str(model) in SHAPE_NAMES
+    problem = "is a shape without weights, for elfatt-sd bench and patch" if shape else "does not exist"
     raise ElfattError(
-        f"model={str(model)!r} does not exist; give {_EMBEDDED}, a diffusers directory, a .safetensors file, or a hub "
+        f"model={str(model)!r} {problem}; give {_EMBEDDED}, a diffusers directory, a .safetensors file, or a hub "
         "id such as 'owner/name'."
     )
 

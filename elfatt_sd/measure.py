@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple, Self
@@ -289,7 +289,6 @@ class Lines:
 
     say: Callable[[str], None]  # gets each line
     unit: str  # what is counted
-    _: KW_ONLY
     every: float = 60.0  # seconds between two lines of a stage
     title: str = "{}:"  # how a line begins
 

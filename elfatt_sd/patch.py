@@ -40,6 +40,7 @@ Pipeline = TypeVar("Pipeline")
 # 1024x1024 have 1.10. An H100 gave half: 1.04 at best for 1.15, 1.15 for 1.31. See docs/performance.md.
 PAYS, PAYS_ON_A_GPU = 1.12, 1.3
 OWN = (None, None, None)  # height, width and frames
+TakeOver = Sequence[str | type]
 
 
 def apply_patch(
@@ -254,12 +255,7 @@ def plan(
 
 
 def _plan(
-    pipe: Any,
-    config: PatchConfig,
-    size: tuple[int | None, int | None, int | None],
-    autotune: bool,
-    take_over: Sequence[str | type],
-    steps: int | None = None,
+    pipe: Any, config: PatchConfig, size: Any, autotune: bool, take_over: TakeOver, steps: int | None = None
 ) -> Plan:
     if is_auto(config):
         return _plan_auto(pipe, config, size, autotune, take_over, steps or default_of(pipe, "num_inference_steps"))
@@ -288,7 +284,7 @@ def _plan_auto(pipe: Any, config: PatchConfig, *others: Any) -> Plan:
 
 
 def decided(
-    pipe: Any, config: PatchConfig, take_over: Sequence[str | type] = (), size: Any = OWN, steps: int | None = None
+    pipe: Any, config: PatchConfig, take_over: TakeOver = (), size: Any = OWN, steps: int | None = None
 ) -> PatchConfig:
     """Return what `auto` is for a pipeline, and say it; another configuration as it is."""
     if not is_auto(config):

@@ -18,7 +18,6 @@ from elfatt_sd.files import known_keys
 from elfatt_sd.methods import Attention, AttentionName, Merge, attention_named, attentions
 from elfatt_sd.methods.published import AgentSource, Split
 
-# The accepted values, once for type checkers and editors, and once to check what comes at run time.
 Downsample = Literal[1, 2, 4, 8]
 Backend = Literal[
     "auto",
@@ -35,9 +34,6 @@ Backend = Literal[
 ]
 Kept = Literal["device", "host", "fp8"]
 Narrower = Literal["bfloat16", "float16"]
-KEPT: tuple[Kept, ...] = get_args(Kept)
-NARROWER: tuple[Narrower, ...] = get_args(Narrower)
-DOWNSAMPLES: tuple[Downsample, ...] = get_args(Downsample)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
@@ -253,7 +249,7 @@ class Phase:
 EXACT = Phase()
 DENSE: dict[Narrower | None, Phase] = {  # exact attention in the dtype of a phase
     None: EXACT,
-    **{dtype: Phase(attention_dtype=dtype) for dtype in NARROWER},
+    **{dtype: Phase(attention_dtype=dtype) for dtype in get_args(Narrower)},
 }
 
 
@@ -271,7 +267,7 @@ class LayerPhases:
     phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
-        check_phases(self.phases)
+        check_stretches("phases", self.phases, Phase)
 
     def matches(self, layer: str) -> bool:
         """Tell whether a layer, given by its path, has these phases."""
@@ -330,15 +326,12 @@ def words_of_reuse(reuse: tuple[StepReuse, ...], steps: int) -> list[str]:
     return [f"of {steps} steps ('.' computes everything, a number is the order), some take over {cuts}: {letters}"]
 
 
-def check_phases(phases: object) -> None:
-    if not isinstance(phases, tuple) or not all(isinstance(phase, Phase) for phase in phases):
-        raise ElfattError(f"phases={phases!r} is not accepted; give a tuple of Phase.")
-    check_ends("phases", [phase.until for phase in phases])
-
-
-def check_ends(what: str, ends: list[float]) -> None:
+def check_stretches(name: str, stretches: object, kind: type[Phase | StepReuse]) -> None:
+    if not isinstance(stretches, tuple) or not all(isinstance(each, kind) for each in stretches):
+        raise ElfattError(f"{name}={stretches!r} is not accepted; give a tuple of {kind.__name__}.")
+    ends = [each.until for each in stretches]
     if any(later <= earlier for earlier, later in itertools.pairwise(ends)):
-        raise ElfattError(f"{what} end at {ends}; each must end later than the one before it.")
+        raise ElfattError(f"{name} end at {ends}; each must end later than the one before it.")
 
 
 def objects_of(name: str, value: object) -> list[Mapping[str, Any]]:

@@ -31,6 +31,7 @@ _ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves
 _STEPS = 50  # of the run that a plan shows where steps take over from earlier ones
 _OF_CLIPS = ("3D", "Motion", "Temporal", "I2V")  # in the names of denoisers
 _MOST_PLACES = 8  # that a plan lists one by one; a UNet has fewer blocks on a level
+Decisions = Mapping[Phase, Decision]  # on the phases of a layer
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ def places(layers: Sequence[PlannedLayer]) -> list[str]:
 def make_plan(
     config: PatchConfig,
     layers: Mapping[str, tuple[Sequence[SelfAttention], Sequence[SelfAttention]]],
-    decisions: Mapping[tuple[str, str], Mapping[Phase, Decision]],
+    decisions: Mapping[tuple[str, str], Decisions],
     size: Grid,
     steps: int | None = None,
 ) -> Plan:
@@ -310,10 +311,10 @@ def taken(pipe: Any) -> dict[str, inspect.Parameter]:
     return {name: inspect.Parameter(name, kind, default=default) for name, default in defaults.items()}
 
 
-def default_of(pipe: Any, name: str) -> int | None:
-    """Return the whole number that a pipeline's call has for an input that is not given; None where it has none."""
-    value: Any = getattr(taken(pipe).get(name), "default", None)
-    return value if isinstance(value, int) else None
+def default_of(pipe: Any, name: str) -> Any:
+    """Return what a pipeline's call has for an input that is not given; None where it has nothing."""
+    default = getattr(taken(pipe).get(name), "default", None)
+    return None if default is inspect.Parameter.empty else default
 
 
 def frames_to_one(pipe: Any) -> int:
@@ -344,19 +345,13 @@ def describe(phase: Phase, grids: Sequence[Grid] = ()) -> str:
 
 
 def _plan_layer(
-    denoiser: str,
-    layer: SelfAttention,
-    phases: Sequence[Phase],
-    size: Grid,
-    chosen: bool,
-    decisions: Mapping[Phase, Decision],
-    uses: int,
+    denoiser: str, layer: SelfAttention, phases: Sequence[Phase], size: Grid, chosen: bool, known: Decisions, uses: int
 ) -> PlannedLayer:
     grid, channels = layer.grid(size), layer.channels
     before = multiply_adds(EXACT, grid, channels, context=layer.text)
     by_phase, approximated, reasons = [], [], []
     for phase in phases:
-        decision = decisions.get(phase)
+        decision = known.get(phase)
         work = multiply_adds(phase, grid, channels, uses, layer.text)
         pays = chosen and (decision is None or decision.pays)
         by_phase.append(work if pays else before)

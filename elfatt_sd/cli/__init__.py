@@ -157,7 +157,7 @@ def generate(
             f'"{" ".join(words)}", or --each to draw every one of them (or --prompt-file, one a line).'
         )
     prompts = [*words, *read_prompts(prompt_file)]
-    asked = {"seed": seed, "num_images": num_images, "compare": compare, **drawing}
+    asked = {"seed": seed, "num_images": num_images, "compare": compare, "explain": explain, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
     try:
@@ -167,15 +167,11 @@ def generate(
     check_wanted(step, point)
     if explain:
         need("--explain", "matplotlib")
-        if not chosen.config.active:
-            raise ElfattError(f"method={chosen.config.method!r} changes nothing to explain; give another method.")
     pipe, say = source(model).load_for(request), functools.partial(typer.echo, err=as_json)
     if graphs:
         elfatt_sd.graphs(pipe, say=say)
     results: list[Result] = []
     studio = Studio(pipe, request, out)
-    if explain and not studio.request.config.active:
-        raise ElfattError("method='auto' changes nothing here to explain; give another method.")
     images = request.num_images * len(prompts)
     with progress(images, 2 * images + 1 if compare else images, say) as (studio.on_step, on_image):
         for result in compared(studio) if compare else studio.results():
@@ -393,17 +389,13 @@ def tune(
         try:
             found.save(save)
         except (OSError, ElfattError):
-            if not as_json:  # which has them
-                print(f"\n{json.dumps(found.config.to_dict())}")
+            typer.echo(f"\n{json.dumps(found.config.to_dict())}", err=as_json)
             raise
-        if not as_json:
-            print(f"\nsettings: {save}; use them with elfatt-sd generate ... --config {save}")
+        typer.echo(f"\nsettings: {save}; use them with elfatt-sd generate ... --config {save}", err=as_json)
         if found.proof is None:
             complain("the settings leave the pipeline untouched", "note")
     if out is not None:
-        page = found.report(out)
-        if not as_json:
-            print(f"page: {page}")
+        typer.echo(f"page: {found.report(out)}", err=as_json)
 
 
 @app.command()

@@ -62,11 +62,7 @@ _KEYS = {"prompts": "prompts.file", "reference": "reference.source", "allow_coun
 def build_protocol(
     protocol_file: str, set: list[str] | None = None, limit: int | None = None, **options: Any
 ) -> Protocol:
-    """Load a protocol with what the options change; None is not given.
-
-    Raises:
-        ElfattError: no such protocol, an unknown key, or a value that is not accepted.
-    """
+    """Load a protocol with what the options change; None is not given."""
     from elfatt_sd.evaluation.protocols import load_protocol
 
     given = {_KEYS.get(name, name): value for name, value in options.items() if value is not None}

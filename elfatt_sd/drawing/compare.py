@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFont
@@ -21,7 +21,7 @@ from elfatt_sd.families import find_denoisers
 from elfatt_sd.measure import Comparison, Turn, ratios, student_quantile, times_as_fast
 from elfatt_sd.measure import busy as busy_of
 from elfatt_sd.patch import decided, remove_patch
-from elfatt_sd.runtime.layer import fits
+from elfatt_sd.runtime.layer import fits, resolve
 
 LEAST = 20.0  # dB: unrelated images have 10 to 20
 COLUMNS = 3  # images in a row of the strip
@@ -112,46 +112,40 @@ class MethodResult:
         return f"{self.method}, {seconds}", f"{times_as_fast(self.ratios, busy)}, {self.closeness}"
 
 
+@dataclass(eq=False)
 class Trial:
     """Untouched and other methods from one prompt and seed, and what they did so far.
 
     With `again`, untouched is drawn once more at the end: a single round, too, has a ratio to it before and after.
     """
 
-    def __init__(
-        self,
-        studio: Studio,
-        methods: Sequence[str | PatchConfig] = METHODS,
-        rounds: int = 2,
-        *,
-        again: bool = False,
-        shot: tuple[str, int] | None = None,  # prompt and seed; by default the studio's first
-    ) -> None:
-        self.studio, self.rounds, self.again = studio, rounds, again
-        self.prompt, self.seed = shot or next(studio.shots())
+    studio: Studio
+    methods: Sequence[str | PatchConfig] = METHODS
+    rounds: int = 2
+    again: bool = False
+    shot: tuple[str, int] | None = None  # prompt and seed; by default the studio's first
+
+    def __post_init__(self) -> None:
+        studio, rounds = self.studio, self.rounds
+        self.prompt, self.seed = self.shot or next(studio.shots())
         self.configs: dict[str, PatchConfig] = {UNTOUCHED: PatchConfig.preset(UNTOUCHED)}
-        for method in methods:
-            config = method if isinstance(method, PatchConfig) else method_named(method)
+        for method in self.methods:
             size = studio.request.height, studio.request.width, None
-            config = decided(studio.pipe, config, (), size, studio.steps)
+            config = decided(studio.pipe, resolve(method, {}), (), size, studio.steps)
             if config.active and config.method == UNTOUCHED:
                 config = replace(config, method="sd with settings")
             self.configs[config.method] = config
         self.comparison = Comparison(list(self.configs), self._take, rounds)
         self.times = self.comparison.times
         self.shots: dict[str, Shot] = {}  # the first one of each method, or the one that is no image
-        self.images = rounds * len(self.configs) + again  # of a whole run
+        self.images = rounds * len(self.configs) + self.again  # of a whole run
         self._on_image: OnImage = lambda said, fault: None
 
     def warm_up(self) -> None:
         """Run two steps of each method, so that no time has a first call in it."""
-
-        def take(turn: Turn) -> float:
-            with self.studio.patched(self.configs[turn.name]):
+        for config in self.configs.values():
+            with self.studio.patched(config):
                 self.studio.warm_up()
-            return 0.0
-
-        self.comparison.warm_up(take)
 
     def run(self, on_image: OnImage = lambda *_: None, on_step: OnStep | None = None, *, warm_up: bool = True) -> None:
         """Draw everything in interleaved rounds; what is drawn is kept if it is stopped."""
@@ -323,15 +317,6 @@ def closeness(decibel: Sequence[float]) -> str:
     return f"PSNR in dB: {spread}, lowest {min(decibel):.1f}, of {count} images"
 
 
-class SheetRow(NamedTuple):
-    """A row of the sheet: one prompt with one pipeline."""
-
-    model: str  # name of the pipeline
-    prompt: str  # what is drawn
-    rows: list[MethodResult]  # see `chosen`
-    record: dict[str, Any]  # of the trial
-
-
 @dataclass
 class Sheet:
     """Prompts drawn with each pipeline; which methods are fastest and closest is measured on the first prompt."""
@@ -342,7 +327,8 @@ class Sheet:
     methods: Sequence[str] = METHODS
     rounds: int = 1
     settings: dict[str, Any] = field(default_factory=dict)  # further fields of `Request`
-    rows: list[SheetRow] = field(default_factory=list)  # that are finished
+    # finished, each of one prompt and pipeline: what is shown of its methods, and the record of its trial
+    rows: list[tuple[list[MethodResult], dict[str, Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.again, first = self.rounds == 1, len({UNTOUCHED, *self.methods})
@@ -354,8 +340,7 @@ class Sheet:
         for model in self.models:
             pipe = self.load(Request(tuple(self.prompts), untouched, model=model, **self.settings))
             denoisers = find_denoisers(pipe)  # tokens of transformers cannot be merged
-            named = {method: method_named(method) for method in self.methods}
-            methods = [name for name, config in named.items() if is_auto(config) or fits(config, denoisers)]
+            methods = [name for name in self.methods if is_auto(own := method_named(name)) or fits(own, denoisers)]
             for number, prompt in enumerate(self.prompts):
                 studio = Studio(pipe, Request((prompt,), untouched, model=model, **self.settings), Path(), on_step)
                 trial = Trial(studio, methods, self.rounds, again=self.again)
@@ -366,13 +351,13 @@ class Sheet:
                 trial.run(tell, warm_up=number == 0)
                 rows = trial.rows if number else chosen(trial.rows)
                 methods = [row.method for row in rows]
-                self.rows.append(SheetRow(model, prompt, rows, trial.to_dict()))
+                self.rows.append((rows, trial.to_dict()))
 
     def by_method(self) -> dict[tuple[str, str], list[MethodResult]]:
         """Return what each method did with all prompts, by pipeline and method."""
         found: dict[tuple[str, str], list[MethodResult]] = {}
-        for model, row in ((line.model, row) for line in self.rows for row in line.rows):
-            found.setdefault((model, row.method), []).append(row)
+        for row, record in ((row, record) for rows, record in self.rows for row in rows):
+            found.setdefault((record["model"], row.method), []).append(row)
         return found
 
     @property
@@ -394,22 +379,23 @@ class Sheet:
 
     def write(self, folder: Path) -> Path:
         """Write the sheet as PNG, and a JSON file next to it, and return the path of the sheet."""
-        columns, busy = max(len(line.rows) for line in self.rows), bool(self.busy)
-        size = max(line.rows[0].picture.size for line in self.rows)
+        columns, busy = max(len(rows) for rows, _ in self.rows), bool(self.busy)
+        size = max(rows[0].picture.size for rows, _ in self.rows)
         blank = Image.new("RGB", size, "white")  # where no method made another image of its own
         images, captions = list[Image.Image](), list[tuple[str, str]]()
-        for line in self.rows:
-            missing = columns - len(line.rows)
-            images += [row.picture.resize(size) for row in line.rows] + [blank] * missing
-            captions.append((f"{line.model}, {line.rows[0].caption()[0]}", line.prompt))
-            for row in line.rows[1:]:  # whose place promises a method that is faster
+        for rows, record in self.rows:
+            missing = columns - len(rows)
+            images += [row.picture.resize(size) for row in rows] + [blank] * missing
+            captions.append((f"{record['model']}, {rows[0].caption()[0]}", record["prompt"]))
+            for row in rows[1:]:  # whose place promises a method that is faster
                 name, details = row.caption(busy)
                 captions.append((name, details if busy or row.speed > 1 else f"not faster: {details}"))
             captions += [("", "")] * missing
         sheet = side_by_side(images, captions, f"{TITLE}; {BUSY_TITLE}" if busy else TITLE, columns)
         drawn = "one image each between two untouched ones" if self.again else f"{self.rounds} interleaved rounds"
-        record = {"trials": [line.record for line in self.rows], "timing": f"{drawn}, after a warm-up of two steps"}
-        return write_image(free_name(folder, "demo sheet"), sheet, record)
+        timing = f"{drawn}, after a warm-up of two steps"
+        trials = [record for _, record in self.rows]
+        return write_image(free_name(folder, "demo sheet"), sheet, {"trials": trials, "timing": timing})
 
 
 def chosen(rows: Sequence[MethodResult]) -> list[MethodResult]:

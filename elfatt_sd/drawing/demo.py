@@ -96,7 +96,7 @@ def draw_for_page(
     prompt: str,
     method: str,
     file: str | Path | None = None,  # a saved configuration in the method's place
-    seed: int | None = 0,
+    seed: int = 0,
     *,
     on_step: OnStep = lambda step, steps: None,
     **settings: Any,  # further fields of `Request`
@@ -107,8 +107,6 @@ def draw_for_page(
         the untouched and the patched image; a caption of each; how many times as fast, and how close; the lines of
         Python that patch likewise; the configuration as JSON; what was patched, in lines.
     """
-    if seed is None:
-        raise ElfattError("there is no seed; give a whole number, such as 0.")
     drawn = 0
 
     def tell(step: int, steps: int) -> None:

@@ -10,7 +10,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,12 +27,12 @@ from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import memory_counters, memory_of
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import main_denoiser, unwrap
+from elfatt_sd.families import find_layers, main_denoiser, unwrap
 from elfatt_sd.families.shapes import Dimensions
 from elfatt_sd.files import atomic_file, write_json
 from elfatt_sd.loading import make_scheduler, scheduler_class
 from elfatt_sd.measure import PeakMeter, Stopwatch
-from elfatt_sd.patch import apply_patch, decided, plan, restored, warn_if_slower
+from elfatt_sd.patch import decided, plan, warn_if_slower
 from elfatt_sd.plans import default_of, frames_to_one, taken
 from elfatt_sd.runtime.layer import around_forward
 from elfatt_sd.toy import EMBEDDED
@@ -61,6 +61,7 @@ class Request:
     image: Path | None = None  # what drawing begins with; None begins with noise
     strength: float | None = None  # how far to go from the image, to 1; None takes the pipeline's own
     lora: Sequence[str] | None = None  # as `read_lora` takes them; for the record
+    explain: bool = False  # whether what a layer does is asked for as well
 
     def __post_init__(self) -> None:
         if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
@@ -70,8 +71,9 @@ class Request:
         read_image(self.image, self.strength)
         if self.scheduler is not None:
             scheduler_class(self.scheduler)
-        if self.compare and not self.config.active:
-            raise ElfattError(f"method={self.config.method!r} changes nothing to compare with; give another method.")
+        for wanted, what in ((self.compare, "compare with"), (self.explain, "explain")):
+            if wanted and not self.config.active:
+                raise ElfattError(f"method={self.config.method!r} changes nothing to {what}; give another method.")
 
 
 def check_run(steps: int | None, guidance: float | None, seed: int, height: int | None, width: int | None) -> None:
@@ -174,8 +176,7 @@ class Studio:
             warnings.warn(text, stacklevel=3)
         warn_if_too_large(pipe, height, width, rows=rows_of(pipe, self.guidance))
         config = decided(pipe, request.config, (), (height, width, None), self.steps)
-        if config is not request.config:
-            self.request = request = replace(request, config=config)
+        self.request = request = replace(request, config=config)
         if request.config.active and (height or width) and not request.autotune:
             warn_if_slower(plan(pipe, request.config, height=height, width=width))
         tell_cut_prompts(pipe, (*request.prompts, request.negative_prompt or ""))
@@ -195,12 +196,9 @@ class Studio:
                 path = write_image(free_name(self.folder, prompt), shot.frames[0], self.record(prompt, seed, shot))
                 yield Result(path, shot.seconds, self.memory(shot), shot.fault and f"the image {shot.fault}")
 
-    @contextmanager
-    def patched(self, config: PatchConfig | None = None) -> Iterator[None]:
+    def patched(self, config: PatchConfig | None = None) -> AbstractContextManager[Any]:
         """Have the pipeline patched within a `with` block, as the request says if nothing else is given."""
-        with restored(self.pipe):
-            apply_patch(self.pipe, config or self.request.config, autotune=self.request.autotune)
-            yield
+        return elfatt_sd.patched(self.pipe, config or self.request.config, autotune=self.request.autotune)
 
     def warm_up(self) -> None:
         """Run the pipeline as it is for two steps, so that what comes next does not pay for a first call."""
@@ -288,13 +286,10 @@ def warn_if_too_large(
     height, width = dimensions.size(height, width)
     clip = frames or default_of(pipe, "num_frames") or 1
     length = (clip - 1) // frames_to_one(pipe) + 1  # of the latent
-    config: Any = unwrap(main_denoiser(pipe)).config
-    if channels := config.get("block_out_channels"):
-        held = _UNET * channels[0]
-    elif "num_attention_heads" in config and "attention_head_dim" in config:
-        held = _TRANSFORMER * config["num_attention_heads"] * config["attention_head_dim"]
-    else:
-        held = _TRANSFORMER * config["hidden_size" if "hidden_size" in config else "dim"]
+    denoiser = main_denoiser(pipe)
+    config: Any = unwrap(denoiser).config
+    levels = config.get("block_out_channels")
+    held = _UNET * levels[0] if levels else _TRANSFORMER * find_layers(denoiser)[0].channels
     tokens = (height // dimensions.multiple) * (width // dimensions.multiple)
     denoising = held * tokens * length * rows * batch * each
     vae: Any = getattr(pipe, "vae", None)
@@ -337,8 +332,7 @@ def own_settings(pipe: Any, model: str) -> tuple[int, float | None]:
     """Return the denoising steps and the guidance scale of a pipeline, where nobody gives others."""
     if model in EMBEDDED:
         return EMBEDDED[model].steps, EMBEDDED[model].guidance
-    inputs = taken(pipe)
-    return inputs["num_inference_steps"].default, getattr(inputs.get("guidance_scale"), "default", None)
+    return default_of(pipe, "num_inference_steps"), default_of(pipe, "guidance_scale")
 
 
 def check_steps(pipe: Any, steps: int) -> None:
@@ -370,9 +364,7 @@ class Shot(NamedTuple):
         return tuple(map(Image.fromarray, np.nan_to_num(self.pixels).round().astype(np.uint8)))
 
 
-def draw(
-    pipe: Any, prompt: str, seed: int, steps: int, given: dict[str, Any], on_step: Callable[[int, int], None]
-) -> Shot:
+def draw(pipe: Any, prompt: str, seed: int, steps: int, given: dict[str, Any], on_step: OnStep) -> Shot:
     """Draw one image, or clip, with a pipeline as it is, and look whether it is one."""
     device, generator = torch.device(pipe.device), torch.Generator().manual_seed(seed)
     meter, scheduler, calls = PeakMeter(device), pipe.scheduler, 0
@@ -388,18 +380,6 @@ def draw(
     with torch.no_grad(), ExitStack() as undo, Stopwatch(device) as watch:
         undo.callback(around_forward(scheduler, tell, "step"))
         output = pipe(prompt=prompt, num_inference_steps=steps, generator=generator, output_type="np", **given)
-    pixels, fault = look_at(pipe, output)
-    return Shot(pixels, watch.seconds, meter.read(), fault)
-
-
-def begin_of(pipe: Any) -> int:
-    """Return the step of its schedule that a pipeline began with: with an image, not the first one."""
-    steps = len(pipe.scheduler.timesteps)
-    return steps - (getattr(pipe, "_num_timesteps", None) or steps)
-
-
-def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
-    """What a call of a pipeline gave, `[frames, height, width, 3]` from 0 to 255, and what is wrong with it."""
     made = getattr(output, "frames", None)
     made = output.images if made is None else made
     arrays = made.movedim(-3, -1).float().cpu().numpy() if isinstance(made, torch.Tensor) else np.asarray(made)
@@ -407,7 +387,13 @@ def look_at(pipe: Any, output: Any) -> tuple[Pixels, str]:
         raise ElfattError(f"{type(pipe).__name__} gives {arrays.dtype} {list(arrays.shape)}; give one of RGB images.")
     pixels: Pixels = (arrays.clip(0, 1) * 255).reshape(-1, *arrays.shape[-3:])
     flagged = getattr(output, "nsfw_content_detected", None)
-    return pixels, fault_of(pixels, bool(flagged and any(flagged)))
+    return Shot(pixels, watch.seconds, meter.read(), fault_of(pixels, bool(flagged and any(flagged))))
+
+
+def begin_of(pipe: Any) -> int:
+    """Return the step of its schedule that a pipeline began with: with an image, not the first one."""
+    steps = len(pipe.scheduler.timesteps)
+    return steps - (getattr(pipe, "_num_timesteps", None) or steps)
 
 
 def fault_of(pixels: Pixels, flagged: bool = False) -> str:
@@ -436,7 +422,7 @@ def begin_with(
     except ValueError as error:
         raise ElfattError(f"image is not accepted: diffusers has no image-to-image pipeline for {kind}.") from error
     check_text_to_image(made, {"image"})
-    image, own_strength = read_image(path, strength), getattr(taken(made).get("strength"), "default", None)
+    image, own_strength = read_image(path, strength), default_of(made, "strength")
     if strength is not None and own_strength is None:
         raise ElfattError(f"strength={strength:g} is not accepted; {type(made).__name__} has none.")
     inputs = {"strength": own_strength if strength is None else strength} if own_strength else {}

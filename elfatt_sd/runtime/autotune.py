@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import statistics
@@ -28,7 +27,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import device_name, standard_normal
 from elfatt_sd.errors import is_out_of_memory
 from elfatt_sd.families import SelfAttention, family_of, unwrap
-from elfatt_sd.files import cache_folder, write_json
+from elfatt_sd.files import cache_folder, sha256_of_data, write_json
 from elfatt_sd.measure import timed
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase
@@ -214,7 +213,7 @@ def decision_key(state: LayerCall, phase: Phase, sample: Tensor) -> str:
     settings = {**phase.to_dict(), "until": 1.0, "uses": _uses(state, phase), "copies": _copies(state, phase)}
     settings |= {name: getattr(config, name) for name in ("attention_backend", "fp32_logits", "use_rand")}
     settings |= {"channels_first": state.layer.channels_first and phase.matches}
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    digest = sha256_of_data(settings)[:16]
     sizes = (len(sample), *state.grid, state.layer.text) if state.layer.joint else (_batch(sample), *state.grid[1:])
     shape = "x".join(map(str, (*sizes, attention.inner_dim)))
     dtype = str(sample.dtype)

@@ -56,7 +56,7 @@ def test_what_is_wrong_with_a_field_is_one_line(pipe: Any) -> None:
         ({"prompt": " "}, "empty prompt"),
         ({"method": "elfat"}, "elfat"),
         ({"steps": 0}, "steps=0"),
-        ({"seed": None}, "no seed"),
+        ({"seed": None}, "seed=None"),
         ({"model": "large"}, "OSError: no such weights"),
     )
     for given, says in wrong:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from elfatt_sd.families import family_of, images, main_denoiser, unwrap
 from elfatt_sd.loading import pick_device
 from elfatt_sd.measure import PeakMeter, peak_memory
 from elfatt_sd.methods import Grid
-from elfatt_sd.phases import KEPT
+from elfatt_sd.phases import Kept
 from elfatt_sd.runtime.schedule import Position, Schedule, _Found
 
 GPU, OTHER = torch.device("cuda:0"), torch.device("cuda:1")
@@ -128,7 +128,7 @@ CONFIGS = {
     "reuse_steps": PatchConfig.preset("tome", reuse_steps=2),
     "reuse_layers": PatchConfig.preset("tome", reuse_layers=True),
     "fp32_logits": PatchConfig.preset("tome", fp32_logits=True),
-    **{kept: PatchConfig.preset("tome", residual_steps=3, residuals=kept) for kept in KEPT},
+    **{kept: PatchConfig.preset("tome", residual_steps=3, residuals=kept) for kept in get_args(Kept)},
     **{name: PatchConfig("own", (phase,)) for name, phase in PHASES.items()},
 }
 

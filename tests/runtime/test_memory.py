@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import diffusers
 import pytest
@@ -27,7 +27,7 @@ from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, find_layers, main_denoiser
 from elfatt_sd.families.base import PlainProjections
 from elfatt_sd.methods import Blocks, Draws, Prepared
-from elfatt_sd.phases import EXACT, KEPT
+from elfatt_sd.phases import EXACT, Kept
 from elfatt_sd.runtime import denoiser, memory
 from elfatt_sd.runtime.denoiser import KEPT_CALLS
 from elfatt_sd.runtime.memory import GIB, Residual, RunDraws, copies_of, kept_bytes
@@ -182,7 +182,7 @@ def pipe(folder: Path) -> Any:
     return tiny.sd15(folder)
 
 
-@pytest.mark.parametrize("where", KEPT)
+@pytest.mark.parametrize("where", get_args(Kept))
 def test_differences_come_back_from_where_they_are_kept(pipe: Any, where: Any) -> None:
     """8 bits lose a sixteenth of a token's largest value at most, and less than the approximation does."""
     narrow = where == "fp8"
