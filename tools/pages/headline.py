@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from elfatt_sd.benchmarking.report import spread
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.evaluation.report.charts import INK, Chart, figure_and_axes, styles
+from elfatt_sd.evaluation.report.charts import INK, METHODS, Chart, figure_and_axes
 from elfatt_sd.evaluation.report.data import Results, Row
 from elfatt_sd.evaluation.report.tables import TIMES, fixed
 
@@ -59,16 +60,16 @@ def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
         ElfattError: a row has no closeness or no time.
     """
     figure, axes = figure_and_axes(_HEIGHT, _WIDTH)
-    for run, row in chosen:
+    marks = zip(itertools.cycle(METHODS), itertools.cycle("oDP^svXp"))  # of this plot: the rows are of several runs
+    for (run, row), (colour, marker) in zip(chosen, marks):  # noqa: B905  # the marks have no end
         psnr, speed = row.psnr, row.timed["unet"].speed
         if psnr is None or speed is None:
             raise ElfattError(f"row {row.name!r} of {run.name} has no closeness or no time, and no place in the plot.")
-        style = styles(run)[row]
         if psnr.ends:
-            axes.vlines(speed.value, *psnr.ends, color=style.colour, linewidth=1.1)
+            axes.vlines(speed.value, *psnr.ends, color=colour, linewidth=1.1)
         if speed.ends:
-            axes.hlines(psnr.value, *speed.ends, color=style.colour, linewidth=1.1, alpha=0.45)
-        axes.plot(speed.value, psnr.value, style.marker, color=style.colour, markersize=8, label=row.method)
+            axes.hlines(psnr.value, *speed.ends, color=colour, linewidth=1.1, alpha=0.45)
+        axes.plot(speed.value, psnr.value, marker, color=colour, markersize=8, label=row.method)
     axes.axvline(1, color=INK, linewidth=0.8, linestyle="--")
     axes.margins(_ROOM)
     axes.set_xlabel("times as fast, UNet of the toy (right is faster)")
