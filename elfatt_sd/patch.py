@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -290,7 +291,7 @@ def decided(
     if not is_auto(config):
         return config
     planned = _plan(pipe, config, size, False, take_over, steps)
-    print(planned.auto, flush=True)
+    print(planned.auto, file=sys.stderr, flush=True)  # as a script's own output may be data
     return planned.config
 
 

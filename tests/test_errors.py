@@ -30,7 +30,7 @@ from elfatt_sd.cli import app
 for code, words in (
     (2, "eval run toy --out run"),
     (2, "bench unet --model toy --out run"),
-    (0, "generate a --model tiny --steps 2 --compare"),
+    (0, "generate a --model tiny --steps 2 --method tome --compare"),
     (0, "patch tiny --save saved.json"),
     (0, "eval run --help"),
     (0, "doctor"),

@@ -152,6 +152,6 @@ def test_auto_patches_in_one_line_or_not_at_all(pipe: Any, capsys: Any, monkeypa
     with elfatt_sd.patched(pipe, "auto", block_size=16, levels=1) as planned:
         config = PatchConfig.preset("elfatt-fast", block_size=16, levels=1)
         assert pipe.unet.elfatt_patch.config == planned.config == config
-    first, second = capsys.readouterr().out.splitlines()
+    first, second = capsys.readouterr().err.splitlines()
     assert first == "auto: untouched, as the multiply-adds of a call cannot be counted; name a method"
     assert second.startswith("auto: elfatt-fast, ") and second.endswith("(input 16x16, 50 steps)")

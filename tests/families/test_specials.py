@@ -154,7 +154,7 @@ def test_cached_keys_are_refused() -> None:
     elfatt_sd.remove_patch(first)
     assert torch.isfinite(draw()).all()
     with pytest.warns(UserWarning, match="2 layers are left alone, .*Flux2KVAttnProcessor, is not known"):
-        elfatt_sd.apply_patch(tiny_transformers.pipeline("Flux2KleinKVPipeline", **parts))
+        elfatt_sd.apply_patch(tiny_transformers.pipeline("Flux2KleinKVPipeline", **parts), "elfatt")
 
 
 @pytest.mark.parametrize("residual_steps", [1, 3])

@@ -400,7 +400,7 @@ def test_what_reuse_saves_is_the_work_that_is_left_out(name: str, monkeypatch: p
         return counted.get_total_flops()
 
     runs = SimpleNamespace(pipe=pipe, device=torch.device("cpu"), deviation=work)
-    saved, drawn = Search._draw_reused(SimpleNamespace(runs=runs, calls=12), None, config)
+    saved, drawn = Search._draw_reused(SimpleNamespace(runs=runs, calls=12, begin=0), None, config)
     assert saved == work(0, None, "sd") - drawn > 0
     assert begun[0] == 5 - EARLIER, "whole steps leave what is taken over"
 
