@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from elfatt_sd.phases import StepReuse, reused_steps
 
@@ -128,14 +128,15 @@ class Block(Part):
 class Whole(Part):
     """A denoiser or ControlNet whose whole output is taken over."""
 
-    shape: Any = None  # of its output, as a tree of values
+    like: Any = None  # its output, with a number for each tensor: a copy of PyTorch's `TreeSpec` warns
 
     def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
-        return tree_unflatten([each.clone() for each in (call.taken or {}).values()], self.shape)
+        leaves = iter((call.taken or {}).values())
+        return tree_map(lambda _: next(leaves).clone(), self.like)
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, call: Taking) -> None:
-        leaves, self.shape = tree_flatten(output)
-        call.kept |= {str(place): leaf.detach().clone() for place, leaf in enumerate(leaves)}
+        self.like = tree_map(lambda _: 0, output)
+        call.kept |= {str(place): leaf.detach().clone() for place, leaf in enumerate(tree_leaves(output))}
 
 
 def _some_layers(block: Any, layers: slice) -> Any:
