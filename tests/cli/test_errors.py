@@ -149,7 +149,7 @@ def test_a_picture_that_cannot_be_written_leaves_nothing(model: Path, tmp_path: 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Image.Image, "save", full)
-    result = call("generate", PROMPT, "--model", model, "--steps", 1, "--out", tmp_path)
+    result = call("generate", PROMPT, "--model", model, "--method", "tome", "--steps", 1, "--out", tmp_path)
     assert result.exit_code == 1
     assert result.stderr.startswith(f"error: {tmp_path / '0001-a-red-star.png'}: No space left on device")
     assert files(tmp_path) == []
