@@ -427,7 +427,7 @@ def begin_with(
         raise ElfattError(f"strength={strength:g} is not accepted; {type(made).__name__} has none.")
     inputs = {"strength": own_strength if strength is None else strength} if own_strength else {}
     if int(steps * inputs.get("strength", 1)) < 1:
-        raise ElfattError(f"strength={strength:g} leaves no step of {steps}; give at least {1 / steps:.3g}.")
+        raise ElfattError(f"strength={inputs['strength']:g} leaves no step of {steps}; give at least {1 / steps:.3g}.")
     multiple, pairs = math.lcm(8, dimensions_of(made).multiple), [*zip((width, height), image.size, strict=True)]
     scale = max((asked / side for asked, side in pairs if asked), default=1.0)
     size = [asked or round(side * scale) // multiple * multiple for asked, side in pairs]
