@@ -30,7 +30,7 @@ help:
 
 demo: .venv/.installed
 	.venv/bin/elfatt-sd try --model toy --model toy-dit --prompt "a red star on a striped blue background" \
-	  --prompt "a yellow circle on a checkered purple background" --rounds 1 --steps $(DEMO_STEPS) --out outputs/demo
+	  --prompt "a yellow circle on a checkered purple background" --repeats 1 --steps $(DEMO_STEPS) --out outputs/demo
 
 test: .venv/.installed-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(JOBS) $(ARGS)

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +21,6 @@ from elfatt_sd import __version__
 from elfatt_sd import errors as checks
 from elfatt_sd.cli import bench, evaluation
 from elfatt_sd.cli.console import (
-    EARLIER,
     OneLineErrors,
     adds_options,
     complain,
@@ -55,7 +55,9 @@ from elfatt_sd.toy import EMBEDDED, PROMPT
 if TYPE_CHECKING:
     from elfatt_sd.drawing.studio import OnImage, OnStep, Result, Studio
 
-app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True, context_settings=EARLIER)
+SHOWN = 24  # pairs of images on a page at most
+
+app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(evaluation.app, name="eval", help="Measure quality, time and memory of methods.")
 app.add_typer(bench.app, name="bench", help="Time and memory, side by side in one run.")
 
@@ -148,6 +150,7 @@ def generate(
     """Draw images, each a PNG with its settings inside and a JSON file next to it."""
     from elfatt_sd.drawing.compare import closeness, compared
     from elfatt_sd.drawing.studio import Request, Studio, read_prompts
+    from elfatt_sd.evaluation.report.page import write_pairs
     from elfatt_sd.visualize import check_wanted
 
     words = prompts or []
@@ -175,17 +178,19 @@ def generate(
     images = request.num_images * len(prompts)
     with progress(images, 2 * images + 1 if compare else images, say) as (studio.on_step, on_image):
         for result in compared(studio) if compare else studio.results():
-            results.append(result)
+            results.append(result if len(results) < SHOWN else replace(result, pair=None))
             on_image(result.summary(), result.fault and f"{result.path}: {result.fault}")
     seconds = median(result.seconds for result in results)
     say(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
     close = [result.psnr_db for result in results if result.psnr_db is not None]
-    if len(close) > 1:
-        say(closeness(close))
+    lines, shown = [closeness(close)] * (len(close) > 1), [result.pair for result in results[:SHOWN]]
+    page = str(write_pairs(results[0].path, shown, lines)) if compare else None
+    for line in (*lines, *[f"page: {page}"] * compare):
+        say(line)
     explained = [*_explain(studio, results, {"layer": layer, "step": step, "at": point}, say)] if explain else []
     if as_json:
         drawn = [{**_written(result.path), "fault": result.fault or None} for result in results]
-        print(json.dumps({"images": drawn, "explained": explained}, indent=2))
+        print(json.dumps({"images": drawn, "explained": explained, "page": page}, indent=2))
 
 
 def _written(path: Path) -> dict[str, Any]:
@@ -223,7 +228,7 @@ def try_methods(
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="Another prompt; several times.")] = None,
     prompt_file: PromptFile = None,
     seed: Annotated[int, typer.Option(help="Seed of all images.")] = 0,
-    rounds: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
+    repeats: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
     methods: Annotated[
         list[str] | None,
         typer.Option(
@@ -242,13 +247,14 @@ def try_methods(
     from elfatt_sd.config import PatchConfig, method_named
     from elfatt_sd.drawing.compare import Sheet, Trial
     from elfatt_sd.drawing.studio import Request, Studio, read_prompts
+    from elfatt_sd.evaluation.report.page import write_pairs
     from elfatt_sd.loading import check_model
 
     words = [*([" ".join(prompt)] if prompt else []), *(prompts or ()), *read_prompts(prompt_file)]
     all_prompts, all_models = words or [PROMPT], [*([model] if model else []), *(models or ())]
     sources = {name: source(name) for name in all_models or ["toy"]}
     request = Request((all_prompts[0],), PatchConfig.preset("sd"), model=next(iter(sources)), seed=seed, **drawing)
-    checks.whole("rounds", rounds, 1)
+    checks.whole("repeats", repeats, 1)
     chosen = list(methods or METHODS)
     for each in chosen:
         method_named(each)  # checks it
@@ -258,9 +264,9 @@ def try_methods(
         for name, each in sources.items():
             check_model(name, allow_pickle=each.allow_pickle, variant=each.variant)
         load = lambda request: sources[request.model].load_for(request)  # noqa: E731
-        drawn = Sheet(load, list(sources), all_prompts, chosen, rounds, {"seed": seed, **drawing})
+        drawn = Sheet(load, list(sources), all_prompts, chosen, repeats, {"seed": seed, **drawing})
     else:
-        drawn = Trial(Studio(sources[request.model].load_for(request), request, out), chosen, rounds)
+        drawn = Trial(Studio(sources[request.model].load_for(request), request, out), chosen, repeats)
     try:
         say = functools.partial(typer.echo, err=as_json)
         with progress(drawn.images, say=say) as (on_step, on_image):
@@ -268,7 +274,9 @@ def try_methods(
     finally:  # what is finished is shown and kept when it is stopped
         if drawn.rows:
             path = drawn.write(out)
-            print(*[json.dumps(_written(path), indent=2)] if as_json else [*drawn.figures(), path], sep="\n")
+            page = str(write_pairs(path, drawn.pairs, drawn.figures())) if drawn.pairs else None
+            record = json.dumps({**_written(path), "page": page}, indent=2)
+            print(*[record] if as_json else filter(None, [*drawn.figures(), path, page]), sep="\n")
 
 
 @app.command()

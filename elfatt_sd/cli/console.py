@@ -19,8 +19,6 @@ from elfatt_sd.errors import PACKAGES, ElfattError, ElfattFailure, in_plain_word
 
 DONE, FAILURE, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 process = {"own": False}  # whether it runs the command line alone; `main` says so
-# Names of options in earlier versions, which are still taken.
-EARLIER = {"token_normalize_func": lambda name: {"prompts": "prompt-file", "images": "num-images"}.get(name, name)}
 _told: set[str] = set()  # warnings of this command
 
 

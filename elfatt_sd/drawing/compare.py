@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFont
@@ -112,6 +112,15 @@ class MethodResult:
         return f"{self.method}, {seconds}", f"{times_as_fast(self.ratios, busy)}, {self.closeness}"
 
 
+class Pair(NamedTuple):
+    """An untouched image and a method's, as a page shows them."""
+
+    label: str  # what was drawn
+    untouched: MethodResult
+    own: MethodResult
+    busy: bool  # whether the speed is not to be trusted
+
+
 @dataclass(eq=False)
 class Trial:
     """Untouched and other methods from one prompt and seed, and what they did so far.
@@ -121,12 +130,12 @@ class Trial:
 
     studio: Studio
     methods: Sequence[str | PatchConfig] = METHODS
-    rounds: int = 2
+    repeats: int = 2
     again: bool = False
     shot: tuple[str, int] | None = None  # prompt and seed; by default the studio's first
 
     def __post_init__(self) -> None:
-        studio, rounds = self.studio, self.rounds
+        studio, repeats = self.studio, self.repeats
         self.prompt, self.seed = self.shot or next(studio.shots())
         self.configs: dict[str, PatchConfig] = {UNTOUCHED: PatchConfig.preset(UNTOUCHED)}
         for method in self.methods:
@@ -135,10 +144,10 @@ class Trial:
             if config.active and config.method == UNTOUCHED:
                 config = replace(config, method="sd with settings")
             self.configs[config.method] = config
-        self.comparison = Comparison(list(self.configs), self._take, rounds)
+        self.comparison = Comparison(list(self.configs), self._take, repeats)
         self.times = self.comparison.times
         self.shots: dict[str, Shot] = {}  # the first one of each method, or the one that is no image
-        self.images = rounds * len(self.configs) + self.again  # of a whole run
+        self.images = repeats * len(self.configs) + self.again  # of a whole run
         self._on_image: OnImage = lambda said, fault: None
 
     def warm_up(self) -> None:
@@ -155,13 +164,13 @@ class Trial:
             self.warm_up()
         self.comparison.run()
         if self.again:
-            self.times[UNTOUCHED].append(self._take(Turn(UNTOUCHED, self.rounds, 1)))
+            self.times[UNTOUCHED].append(self._take(Turn(UNTOUCHED, self.repeats, 1)))
 
     def _take(self, turn: Turn) -> float:
         shot = self.draw(turn.name)
         if shot.fault and turn.name == UNTOUCHED:
             raise ElfattError(f"the untouched image {shot.fault}.")
-        which = f"round {turn.number + 1} of {self.rounds}" if turn.number < self.rounds else "again"
+        which = f"round {turn.number + 1} of {self.repeats}" if turn.number < self.repeats else "again"
         name = f"{'untouched' if turn.name == UNTOUCHED else turn.name}, {which}"
         self._on_image(f"{name}: {shot.seconds:.2f} s", shot.fault and f"{name}: the image {shot.fault}")
         return shot.seconds
@@ -202,7 +211,7 @@ class Trial:
         if not faster:
             return (
                 "Leave the pipeline untouched at this size on this machine: no method was faster in every round. "
-                "Where the times vary, give more rounds; a larger image gains more."
+                "Where the times vary, give more repeats; a larger image gains more."
             )
         closest, fastest = max(faster, key=lambda row: row.psnr_db), max(faster, key=lambda row: row.speed)
         first, second = (
@@ -216,6 +225,11 @@ class Trial:
         rows, busy = self.rows, bool(self.comparison.busy())
         strip = side_by_side([row.picture for row in rows], [row.caption(busy) for row in rows], self.prompt, COLUMNS)
         return write_image(free_name(folder, self.prompt), strip, self.to_dict())
+
+    @property
+    def pairs(self) -> list[Pair]:
+        untouched, *others = self.rows
+        return [Pair(self.prompt, untouched, row, bool(self.comparison.busy())) for row in others]
 
     def figures(self) -> list[str]:
         """Return a line for each method, and the recommendation."""
@@ -237,17 +251,19 @@ class Trial:
             for row in self.rows
         ]
         kept = {name: value for name, value in record.items() if name not in of_one}
-        return kept | {"rounds": self.rounds, "methods": rows, "recommendation": self.recommendation()}
+        return kept | {"repeats": self.repeats, "methods": rows, "recommendation": self.recommendation()}
 
 
-def try_methods(pipe: Any, prompt: str, *, methods: Sequence[str] = METHODS, rounds: int = 2, **settings: Any) -> Trial:
+def try_methods(
+    pipe: Any, prompt: str, *, methods: Sequence[str] = METHODS, repeats: int = 2, **settings: Any
+) -> Trial:
     """Draw one prompt with every method from one seed.
 
     Args:
         pipe: a text-to-image pipeline; it has no patch afterwards.
         prompt: what is drawn.
         methods: names of presets; the untouched pipeline is always the first.
-        rounds: how often each is timed, interleaved.
+        repeats: how often each is timed, interleaved.
         **settings: fields of `Request`, such as `steps`, `guidance`, `seed`, `height` and `width`.
 
     Returns:
@@ -257,7 +273,7 @@ def try_methods(pipe: Any, prompt: str, *, methods: Sequence[str] = METHODS, rou
         ElfattError: the pipeline cannot do what is asked for.
     """
     request = Request((prompt,), PatchConfig.preset(UNTOUCHED), **settings)
-    trial = Trial(Studio(pipe, request, Path()), methods, rounds)
+    trial = Trial(Studio(pipe, request, Path()), methods, repeats)
     trial.run()
     return trial
 
@@ -287,7 +303,8 @@ def compared(studio: Studio) -> Iterator[Result]:
             "timing": "one run between two untouched ones, after a warm-up of two steps",
         }
         path = write_image(free_name(studio.folder, trial.prompt), sheet, record)
-        yield Result(path, shot.seconds, studio.memory(shot), fault, figures, record["psnr_db"])
+        shown = Pair(f"{trial.prompt} (seed {trial.seed})", untouched, own, busy)
+        yield Result(path, shot.seconds, studio.memory(shot), fault, figures, record["psnr_db"], shown)
         trial, before = following or trial, after
 
 
@@ -325,15 +342,15 @@ class Sheet:
     models: Sequence[str]
     prompts: Sequence[str]
     methods: Sequence[str] = METHODS
-    rounds: int = 1
+    repeats: int = 1
     settings: dict[str, Any] = field(default_factory=dict)  # further fields of `Request`
     # finished, each of one prompt and pipeline: what is shown of its methods, and the record of its trial
     rows: list[tuple[list[MethodResult], dict[str, Any]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.again, first = self.rounds == 1, len({UNTOUCHED, *self.methods})
+        self.again, first = self.repeats == 1, len({UNTOUCHED, *self.methods})
         tried = [first, *[min(3, first)] * (len(self.prompts) - 1)]
-        self.images = len(self.models) * sum(self.rounds * each + self.again for each in tried)  # at most
+        self.images = len(self.models) * sum(self.repeats * each + self.again for each in tried)  # at most
 
     def run(self, on_image: OnImage, on_step: OnStep) -> None:
         untouched = PatchConfig.preset(UNTOUCHED)
@@ -343,7 +360,7 @@ class Sheet:
             methods = [name for name in self.methods if is_auto(own := method_named(name)) or fits(own, denoisers)]
             for number, prompt in enumerate(self.prompts):
                 studio = Studio(pipe, Request((prompt,), untouched, model=model, **self.settings), Path(), on_step)
-                trial = Trial(studio, methods, self.rounds, again=self.again)
+                trial = Trial(studio, methods, self.repeats, again=self.again)
 
                 def tell(said: str, fault: str, begin: str = f"{model}, {prompt}: ") -> None:
                     on_image(begin + said, fault and begin + fault)
@@ -364,6 +381,11 @@ class Sheet:
     def busy(self) -> str:
         """What to say of the speeds where the machine was busy; empty otherwise."""
         return busy_of([seconds for row in rows for seconds in row.times] for rows in self.by_method().values())
+
+    @property
+    def pairs(self) -> list[Pair]:
+        drawn = [(f"{record['model']}, {record['prompt']}", *rows) for rows, record in self.rows]
+        return [Pair(label, first, row, bool(self.busy)) for label, first, *others in drawn for row in others]
 
     def figures(self) -> list[str]:
         """Return lines with the figures of each pipeline and method."""
@@ -392,7 +414,7 @@ class Sheet:
                 captions.append((name, details if busy or row.speed > 1 else f"not faster: {details}"))
             captions += [("", "")] * missing
         sheet = side_by_side(images, captions, f"{TITLE}; {BUSY_TITLE}" if busy else TITLE, columns)
-        drawn = "one image each between two untouched ones" if self.again else f"{self.rounds} interleaved rounds"
+        drawn = "one image each between two untouched ones" if self.again else f"{self.repeats} interleaved rounds"
         timing = f"{drawn}, after a warm-up of two steps"
         trials = [record for _, record in self.rows]
         return write_image(free_name(folder, "demo sheet"), sheet, {"trials": trials, "timing": timing})

@@ -73,7 +73,8 @@ class Request:
             scheduler_class(self.scheduler)
         for wanted, what in ((self.compare, "compare with"), (self.explain, "explain")):
             if wanted and not self.config.active:
-                raise ElfattError(f"method={self.config.method!r} changes nothing to {what}; give another method.")
+                said = f"method={self.config.method!r} leaves the pipeline untouched, which is nothing to {what}"
+                raise ElfattError(f"{said}; give another method, such as elfatt-fast.")
 
 
 def check_run(steps: int | None, guidance: float | None, seed: int, height: int | None, width: int | None) -> None:
@@ -132,6 +133,7 @@ class Result:
     fault: str  # what is wrong with it, in a sentence; empty otherwise
     figures: str = ""  # of the comparison with the untouched image, in words; empty where there is none
     psnr_db: float | None = None  # to the untouched image; None where that was not drawn, or is identical
+    pair: Any = None  # of the comparison, `compare.Pair`
 
     def summary(self) -> str:
         return f"{self.path}\n  {self.figures or f'{self.seconds:.2f} s'}"

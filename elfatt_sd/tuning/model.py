@@ -20,7 +20,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.phases import LayerPhases, Phase, StepReuse, reused_steps
 from elfatt_sd.tuning.probe import EXACTLY, Candidate, LayerFigures, Stretch, candidates, slow_layers
 
-_SLOPES = 400  # prices of an error that are tried
+_APART = 0.023  # of the logarithm of an image's squared error (0.1 dB), in which one choice is kept, the fastest
 _LEAST_MSE = 1e-6  # of an image; less cannot be told from nothing
 _DAMPED = 0.5  # power of a layer's effect on the denoiser's output, to which its effect on the image goes
 _FIXED = 10.0  # times as much is done to the image by errors that are not drawn at random, than their size says
@@ -68,6 +68,22 @@ class _Run(NamedTuple):
     total: float  # what its errors do to the image, before `B`, as they add up over steps
     scatter: float  # likewise, as they scatter about their mean
     mse: float  # logarithm of the mean squared error of the image
+
+
+_Front = list[tuple[float, float, tuple[Any, ...]]]  # seconds saved, error, and what was picked, by rising error
+
+
+def _joined(front: _Front, options: Sequence[tuple[float, float, Any]]) -> _Front:
+    """Return what is best of all pairs: without what is slower and farther than another, and what is hardly closer."""
+    saved, mse = (np.add.outer(*([each[part] for each in one] for one in (front, options))).ravel() for part in (0, 1))
+    order = np.lexsort((-saved, mse))
+    fastest = np.maximum.accumulate(saved[order])
+    order = order[np.append(True, fastest[1:] > fastest[:-1])]
+    places = np.log(np.maximum(mse[order], _LEAST_MSE)) // _APART
+    kept = order[np.append(places[1:] != places[:-1], True) | (np.arange(len(order)) == 0)]
+    pairs = [divmod(place, len(options)) for place in kept.tolist()]
+    picks = [(*front[one][2], options[two][2]) for one, two in pairs]
+    return list(zip(saved[kept].tolist(), mse[kept].tolist(), picks, strict=True))
 
 
 class Predictor:
@@ -245,41 +261,28 @@ class Predictor:
     def curve(self) -> list[Choice]:
         """Return the best choices, from untouched to the fastest one, of falling predicted closeness.
 
-        For each price of an error, every stretch has the best of what it can take over, each with the best of every
-        layer. A layer saves its time in those steps alone that compute everything.
+        Layers are joined to what a stretch can do, and stretches to what a run can. A layer saves its time in those
+        steps of a stretch alone that compute everything.
         """
-        numbers = range(len(self._stretches))
-        table = {place: self.options(*place) for place in itertools.product(self._figures, numbers)}
-        reuse = [self.reuse_options(number) for number in numbers]
-        steps = [pair for row in table.values() for pair in itertools.pairwise(row)]
-        slopes = [(after.mse - before.mse) / (after.saved - before.saved) for before, after in steps]
-        slopes += [each.mse / each.saved for row in reuse for each in row if each.saved]
-        slopes = [slope for slope in slopes if slope > 0] or [1.0]  # where there is one option
-        ends = math.log(min(slopes) / 2), math.log(max(slopes) * 2)
-        prices = np.array([0.0, *np.exp(np.linspace(*ends, _SLOPES + 1))])
-        gains, best = dict[tuple[int, int], Any](), dict[tuple[str, int, int], Any]()
-        for number in numbers:
-            for place, each in enumerate(reuse[number]):
-                gains[number, place] = prices * each.saved - each.mse
-                for layer in self._figures:
-                    saved, mse = np.array([[one.saved, one.mse] for one in table[layer, number]]).T
-                    values = prices[:, None] * saved * each.computed - mse
-                    best[layer, number, place] = values.argmax(1)
-                    gains[number, place] = gains[number, place] + values.max(1)
-        found: list[Choice] = []
-        for price in range(len(prices)):
-            places = [int(np.argmax([gains[one, each][price] for each in range(len(reuse[one]))])) for one in numbers]
-            picked = {place: row[best[*place, places[place[1]]][price]] for place, row in table.items()}
-            choice = self._choice(picked, tuple(row[place] for row, place in zip(reuse, places, strict=True)))
-            if not found or choice.saved > found[-1].saved:
-                found.append(choice)
+        nothing: _Front = [(0.0, 0.0, ())]
+        whole = nothing
+        for number in range(len(self._stretches)):
+            layers = nothing
+            for layer in self._figures:
+                options = [(each.saved, each.mse, ((layer, number), each)) for each in self.options(layer, number)]
+                layers = _joined(layers, options)
+            own = [
+                (each.computed * saved + each.saved, each.mse + mse, (picked, each))
+                for each in self.reuse_options(number)
+                for saved, mse, picked in layers
+            ]
+            whole = _joined(whole, [(saved, mse, picked) for saved, mse, (picked,) in _joined(nothing, own)])
+        found = list[Choice]()
+        for saved, mse, stretches in whole:
+            picked = dict(pair for pairs, _ in stretches for pair in pairs)
+            psnr = math.inf if mse <= 0 else 10 * math.log10(255**2 / mse)
+            found.append(Choice(picked, saved, mse, psnr, tuple(each for _, each in stretches)))
         return found
-
-    def _choice(self, picked: Mapping[tuple[str, int], Option], reuse: tuple[ReuseOption, ...]) -> Choice:
-        saved = sum(option.saved * reuse[number].computed for (_, number), option in picked.items())
-        saved += sum(each.saved for each in reuse)
-        mse = sum(each.mse for each in picked.values()) + sum(each.mse for each in reuse)
-        return Choice(picked, saved, mse, math.inf if mse <= 0 else 10 * math.log10(255**2 / mse), reuse)
 
     def chosen(self, choice: Choice) -> PatchConfig:
         taken = {number: each.reuse for number, each in enumerate(choice.reuse) if each.reuse is not None}

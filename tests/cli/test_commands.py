@@ -76,11 +76,13 @@ def test_several_prompts_or_models_are_a_sheet(model: Path, tmp_path: Path) -> N
     other.symlink_to(model)
     (tmp_path / "prompts.txt").write_text("a dog\n")
     words = ["--model", other, "--prompt-file", tmp_path / "prompts.txt", "--method", "tome", "--steps", 4]
-    result = call("try", model, "a", "red", "star", *words, "--rounds", 1, "--out", tmp_path / "out", "--json")
+    result = call("try", model, "a", "red", "star", *words, "--repeats", 1, "--out", tmp_path / "out", "--json")
     assert result.exit_code == 0, result.output
-    assert files(tmp_path / "out") == ["0001-demo-sheet.json", "0001-demo-sheet.png"]
+    assert files(tmp_path / "out") == ["0001-demo-sheet.html", "0001-demo-sheet.json", "0001-demo-sheet.png"]
     written = json.loads((tmp_path / "out" / "0001-demo-sheet.json").read_text())
-    assert json.loads(result.stdout) == {"path": str(tmp_path / "out" / "0001-demo-sheet.png"), **written}
+    path, page = (str(tmp_path / "out" / f"0001-demo-sheet.{suffix}") for suffix in ("png", "html"))
+    assert json.loads(result.stdout) == {"path": path, **written, "page": page}
+    assert Path(page).read_text(encoding="utf-8").count('type="range"') == 4
     trials = written["trials"]
     assert [trial["prompt"] for trial in trials] == ["a red star", "a dog"] * 2
     assert [trial["model"] for trial in trials] == [str(model)] * 2 + [str(other)] * 2
@@ -129,8 +131,8 @@ def test_tune_saves_settings_and_writes_a_page(model: Path, lora: Path, tmp_path
     assert (found["asked"]["closeness"], found["settings"]["width"]) == (20.0, 48)
     assert (found["pipeline"], found["settings"]["inputs"]["strength"]) == ("StableDiffusionImg2ImgPipeline", 0.95)
     assert PatchConfig.load(save)
-    earlier = call("tune", model, "--closeness", 20, "--images", 7, "--prompts", prompts)  # names of earlier versions
-    assert earlier.stderr == "error: images=7 is not accepted; give a whole number of at least 8.\n"
+    few = call("tune", model, "--closeness", 20, "--num-images", 7, "--prompt-file", prompts)
+    assert few.stderr == "error: images=7 is not accepted; give a whole number of at least 8.\n"
     assert "index.html" in files(out)
 
 

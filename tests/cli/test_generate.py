@@ -124,10 +124,12 @@ def test_compare_shows_the_untouched_image_beside_it(model: Path, tmp_path: Path
     with Image.open(path) as sheet:
         columns = [sheet.crop((16, top, 16 + 48, top + 64)).tobytes() for top in range(sheet.height - 64)]
     assert pixels(tmp_path / "sd" / f"{FIRST}.png") in columns
+    text = path.with_suffix(".html").read_text(encoding="utf-8")
+    assert text.count('type="range"') == 1 and "PSNR" in text and "https://" not in text
     result = call("generate", PROMPT, "--model", model, "--compare", "--out", tmp_path / "auto")
     said, error = result.stderr.splitlines()
     assert said.startswith("auto: untouched; elfatt-fast, 1.") and not files(tmp_path / "auto")
-    assert error == "error: method='sd' changes nothing to compare with; give another method."
+    assert error.startswith("error: method='sd' leaves the pipeline untouched, which is nothing to compare with; give")
     result = draw(model, tmp_path / "same", "--compare", "--method", "sd", "--attention-backend", "native")
     assert "identical: sd with settings changed nothing in this run" in result.stdout
     assert "times as fast" not in result.stdout and record_of(tmp_path / "same" / f"{FIRST}.png")["identical"] is True

@@ -38,7 +38,7 @@ def trial_of(pipe: Any, *given: Any, steps: int = 2, **settings: Any) -> Trial:
 
 def test_all_methods_are_drawn_interleaved_and_written(pipe: Any, tmp_path: Path) -> None:
     before = dict(pipe.unet.attn_processors)
-    trial, seen = trial_of(pipe, steps=6, rounds=2), list[str]()
+    trial, seen = trial_of(pipe, steps=6, repeats=2), list[str]()
     trial.run(lambda said, fault: seen.append(said.partition(":")[0]))
     assert len(seen) == trial.images == 2 * len(METHODS)
     assert seen[:2] == ["untouched, round 1 of 2", "tome, round 1 of 2"]
@@ -57,7 +57,7 @@ def test_all_methods_are_drawn_interleaved_and_written(pipe: Any, tmp_path: Path
 
 def test_a_single_round_can_have_ratios_to_untouched_before_and_after(pipe: Any, monkeypatch: Any) -> None:
     set_clock(monkeypatch, [2, 1, 3, 4])
-    trial, seen = trial_of(pipe, ("tome", "agent"), rounds=1, again=True), list[str]()
+    trial, seen = trial_of(pipe, ("tome", "agent"), repeats=1, again=True), list[str]()
     trial.run(lambda said, fault: seen.append(said), warm_up=False)
     assert len(seen) == trial.images and seen[-1] == "untouched, again: 4.00 s"
     assert [row.ratios for row in trial.rows] == [(1, 1), pytest.approx((2, 4)), pytest.approx((2 / 3, 4 / 3))]
@@ -66,7 +66,7 @@ def test_a_single_round_can_have_ratios_to_untouched_before_and_after(pipe: Any,
 @pytest.mark.filterwarnings("ignore:elfatt-sd. elfatt-fast approximates no step")
 def test_from_python_a_method_that_changed_nothing_says_so(pipe: Any) -> None:
     pipe.scheduler = tiny.ddim()
-    trial = try_methods(pipe, PROMPT, methods=("elfatt-fast",), rounds=1, steps=1)
+    trial = try_methods(pipe, PROMPT, methods=("elfatt-fast",), repeats=1, steps=1)
     untouched, row = trial.rows
     assert untouched.caption()[0].startswith("untouched, ") and row.caption()[1].endswith(" times as fast, identical")
     assert row.unchanged.endswith("changed nothing in this run, of which it approximates no step; give more steps")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,7 @@ def test_what_is_wrong_with_a_field_is_one_line(pipe: Any) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="gradio is not installed")
 def test_the_page_draws() -> None:
-    """Through the interface that its own button uses."""
+    """Through the interface that its own button uses, and without a request that leaves the machine."""
     from gradio_client import Client
 
     with closing(socket.socket()) as free:
@@ -82,10 +84,14 @@ def test_the_page_draws() -> None:
                     if not page.connect_ex(("127.0.0.1", port)):
                         break
                 time.sleep(0.1)
-            client = Client(f"http://127.0.0.1:{port}", verbose=False)
+            address = f"http://127.0.0.1:{port}"
+            client = Client(address, verbose=False)
+            texts = [urllib.request.urlopen(f"{address}/{name}").read().decode() for name in ("", "theme.css")]
             given = ("toy", "a red star", "tome", None, 0, 3, 0, 64, 64, "")
             images, _, caption, figures, lines, *_, plan = client.predict(*given, api_name="/draw")
         finally:
             process.kill()
+    links = re.findall(r"""(?:src=|href=|url\(|import)\s*["']?((?:https?:)?//[^"')\s]+)""", "".join(texts))
+    assert {link for link in links if not link.startswith(address)} == set()
     assert "times as fast" in figures and "down_blocks" in plan and "tome" in caption and "'tome'" in lines
     assert not np.array_equal(*(np.asarray(Image.open(each)) for each in images))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from elfatt_sd.drawing.compare import BRIGHTER, difference
+from elfatt_sd.drawing.compare import BRIGHTER, Pair, difference
 from elfatt_sd.errors import REPORT, ElfattError, need
 from elfatt_sd.evaluation.report import tables
 from elfatt_sd.evaluation.report.charts import Chart, draw_plots, styles
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGE = "index.html"
 _FILES = (PAGE, "table.*", "*.png", "written.json")  # the last one of earlier versions
-_EDGE = 256  # pixels of an image's longer side
+_EDGE, _SIDE = 256, 512  # pixels of an image's longer side, among many and in a pair
 _COLUMNS, _PAIRS = 6, 3  # latents in the grid, and most changed images of a row
 _FRAMES = 24  # of a clip that are shown
 
@@ -157,6 +157,23 @@ def render_page(results: Results, plots: Sequence[tuple[Chart, bytes]]) -> str:
         "plots": [(plot, data_uri("image/png", png)) for plot, png in plots],
     }
     return page_template(_HERE / "template.html.j2").render(**shared)
+
+
+def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -> Path:
+    """Write a page with a slider for each pair of images, next to the image that was written of them."""
+    record, labels = json.loads(read_plain(image.with_suffix(".json"))), {pair.label for pair in pairs}
+    said = {", ".join(filter(None, row.caption(pair.busy))) for pair in pairs for row in (pair.untouched, pair.own)}
+    pictures = [(pair.untouched.picture, pair.own.picture) for pair in pairs]
+    parts = [[webp([each], _SIDE) for each in (*both, difference(*both))] for both in pictures]
+    text = page_template(_HERE / "pairs.html.j2").render(
+        title=labels.pop() if len(labels) == 1 else f"{len(labels)} images",
+        findings=[line for line in lines if line not in said],
+        shown=[(pair, *three) for pair, three in zip(pairs, parts, strict=True)],
+        brighter=BRIGHTER,
+        facts=flatten({name: value for name, value in record.items() if name not in ("methods", "trials")}),
+    )
+    write_file(image.with_suffix(".html"), text.encode())
+    return image.with_suffix(".html")
 
 
 def page_template(path: Path) -> jinja2.Template:
