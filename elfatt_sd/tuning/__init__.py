@@ -412,9 +412,8 @@ class Search:
 
     def settle(self) -> Choice:
         """Return the fastest choice that keeps to the budget by runs of the search's images; untouched if none does."""
-        parts = self.model.parts(self.choose())
-        for image in list(range(len(self.samples)))[-CALIBRATED:]:  # images differ much
-            self._calibrate("a choice", image, parts)
+        for image in list(range(len(self.samples)))[-CALIBRATED:]:  # images differ much, and so do choices
+            self._calibrate("a choice", image, self.model.parts(self.choose()))
             taken = [(number, each.reuse) for number, each in enumerate(self.choose().reuse) if each.reuse is not None]
             if taken:
                 self._calibrate_reuse(image, taken)

@@ -10,6 +10,7 @@ import torch
 
 from tools.vision import scenes, speed, training
 from tools.vision.__main__ import main
+from tools.vision.models import PLAIN, Labeller
 
 WORDS = ["train", "--tables", "partners", "--rows", "local", "elfatt", "--seeds", "1", "--steps", "2", "--scenes", "40"]
 
@@ -48,9 +49,13 @@ def test_runs_go_on_and_tables_say_what_is_missing(tmp_path: Path, monkeypatch: 
     assert main(["speed", "--models", "sequence", *own]) == 0
     page = tmp_path / "vision.md"
     (tmp_path / "images").mkdir()
-    page.write_text("".join(f"<!-- vision {each} -->\n<!-- end -->\n" for each in ("partners", "sequence", "vit")))
+    blocks = ("partners", "heads", "sequence", "vit")
+    page.write_text("".join(f"<!-- vision {each} -->\n<!-- end -->\n" for each in blocks))
     assert main(["table", "--out", str(tmp_path), "--page", str(page)]) == 0
-    partners, sequence, vit, _ = page.read_text().split("<!-- end -->")
+    partners, heads, sequence, vit, _ = page.read_text().split("<!-- end -->")
+    assert re.findall(r"`(.*?)` \| (\d*).*? \| (\d*)", heads)[0][:1] == ("elfatt",) and "| `local` |  | " in heads
+    exact = training.head_errors(Labeller("softmax", PLAIN, 12, 2, 2), torch.randn(2, 3, 48, 48))
+    assert exact == {"local": [0.0] * 3}, "which is what it is compared with"
     assert "| `softmax` | not yet run |" in partners and "not yet run" in vit
     assert re.search(r"`local` \| \d+\.\d \(\d+\.\d\) \| [+-]\d+\.\d \([+-].* to .*\), no difference shown", partners)
     assert len(re.findall(r"`elfatt` \|(?: [\d.]+ ms \|){3} -?\d\.\d\d \| \d+\.\d\d at 64 \|", sequence)) == 2

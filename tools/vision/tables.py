@@ -38,7 +38,8 @@ def fill_page(page: Path, out: Path) -> None:
     check_results(out)
     text = page.read_text(encoding="utf-8")
     check_markers(text, ["vision"])
-    filled = fill_blocks(text, "vision", lambda name, _: (trained if name in TABLES else timed)(out, name))
+    made = dict.fromkeys(TABLES, trained) | {"heads": heads}
+    filled = fill_blocks(text, "vision", lambda name, _: made.get(name, timed)(out, name))
     page.write_text(filled, encoding="utf-8")
     draw(page.parent / "images" / "vision.png")
 
@@ -64,6 +65,24 @@ def trained(out: Path, name: str) -> str:
         steps = sorted({run["steps"] for run in runs.values()})
         seconds = f"{statistics.mean(run['seconds'] for run in runs.values()):.0f}" if runs else ""
         lines.append([f"`{row}`", *cells, ", ".join(map(str, steps)), seconds])
+    return "\n".join([*table_lines(lines), ""])
+
+
+def heads(out: Path, _: str) -> str:
+    """Return the table of how far the heads of trained models are from exact attention."""
+    lines = [["table", "row", *(f"{half} heads, % (least to most of the layers)" for half in ("global", "local"))]]
+    for name, table in TABLES.items():
+        for row in table.rows:
+            found = [run["heads"] for run in _runs(out, name, row, table).values() if run.get("heads")]
+            cells = []
+            for half in ("global", "local"):
+                layers = [
+                    100 * statistics.mean(each) for each in zip(*(own.get(half, []) for own in found), strict=True)
+                ]
+                spread = f"{statistics.mean(layers):.0f} ({min(layers):.0f} to {max(layers):.0f})" if layers else ""
+                cells.append(spread)
+            if any(cells):
+                lines.append([name, f"`{row}`", *cells])
     return "\n".join([*table_lines(lines), ""])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import time
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from elfatt_sd.attention.softmax import halves
 from elfatt_sd.files import write_json
 from elfatt_sd.measure import Progress
+from elfatt_sd.nn import ElfattAttention
 from tools.toy.training import Stage, hash_seed, train
 from tools.vision import scenes
 from tools.vision.models import LEVELS, PLAIN, ROWS, Labeller
@@ -115,6 +118,7 @@ def _trained(out: Path, name: str, row: str, seed: int, effort: Effort) -> dict[
     found |= {"device": str(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
     return found | {
         "scores": scores_of(model, table, effort.scenes, device),
+        "heads": head_errors(model, table.draw(100, torch.Generator().manual_seed(hash_seed(0, "heads", 0))).images),
         "loss": [list(pair) for pair in record["curve"]],
     }
 
@@ -132,6 +136,34 @@ def scores_of(model: Labeller, table: Table, count: int, device: torch.device) -
         for name, values in own.items():
             scores.setdefault(name, []).extend(round(value, 4) for value in values.tolist())
     return scores
+
+
+@torch.no_grad()
+def head_errors(model: Labeller, images: Tensor) -> dict[str, list[float]]:
+    """Return how far the heads of each half are from exact attention of their queries, keys and values, by layer.
+
+    The norm of the difference is divided by that of what exact attention returns.
+    """
+    errors = dict[str, list[float]]()
+
+    def compare(module: Any, given: tuple[Tensor, ...], _: Tensor) -> None:
+        own, exact = copy.copy(module), copy.copy(module)
+        for each in (own, exact):  # what heads return, before LePE and the projection
+            each._modules = {**module._modules, "lepe": None, "proj": nn.Identity(), "norm": nn.Identity()}
+        heads, size = module.num_heads, module.proj.in_features // module.num_heads
+        exact.block_size, (exact.split_dim, exact.split_sizes) = None, halves(heads, size, 0.0)
+        mixed = [each.forward(given[0]).unflatten(-1, (heads, size)) for each in (own, exact)]
+        for half, count in zip(("global", "local"), module.split_sizes, strict=True):
+            one, two = (each[..., :count, :] if half == "global" else each[..., heads - count :, :] for each in mixed)
+            if count:
+                errors.setdefault(half, []).append(round(float((one - two).norm() / two.norm()), 4))
+
+    layers = [each for each in model.modules() if isinstance(each, ElfattAttention)]
+    hooks = [each.register_forward_hook(compare) for each in layers]
+    model(images.to(next(model.parameters()).device))
+    for hook in hooks:
+        hook.remove()
+    return errors
 
 
 def accuracy(found: Tensor, drawn: Scenes) -> Tensor:
