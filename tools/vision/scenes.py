@@ -31,10 +31,13 @@ class Scenes:
 
 
 def matching(count: int, generator: torch.Generator, side: int = 48) -> Scenes:
-    """Four objects on a pattern, one with a black dot: which tokens of the others have the dotted one's colour?"""
+    """Four objects on a pattern, one with a black dot: which tokens of the others have the dotted one's colour?
+
+    The dotted one's own tokens, which have it, are learnt as well and do not count.
+    """
     images, objects, pattern = _four_objects(count, generator, side)
-    labels = torch.where((objects == 1) | (objects == 2), objects - 1, IGNORED)
-    return Scenes(images, labels, labels != IGNORED, pattern)
+    labels = torch.where(objects > 0, (objects > 1).long(), IGNORED)
+    return Scenes(images, labels, (objects == 1) | (objects == 2), pattern)
 
 
 def segments(count: int, generator: torch.Generator, side: int = 96) -> Scenes:

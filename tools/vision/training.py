@@ -42,6 +42,7 @@ class Table:
     patterns: int = 4
     seeds: int = 3
     steps: int = 600
+    rate: float = 1e-3  # peak learning rate
     shape: Any = None  # of the backbone; None is the plain one
     side: int = 48  # pixels
     classes: int = 2
@@ -53,7 +54,7 @@ TABLES = {
     "shifted": dataclasses.replace(
         PARTNERS, draw=functools.partial(scenes.partners, shift=2), rows=("softmax", "elfatt", "effatt")
     ),
-    "matching": Table(scenes.matching, score="matching"),
+    "matching": Table(scenes.matching, score="matching", rate=5e-3),  # with 1e-3 hardly a row learns it in this time
     "segments": Table(
         scenes.segments, ("softmax", "elfatt", "effatt", "local"), "mIoU", "", 0, 2, shape=LEVELS, side=96, classes=3
     ),
@@ -111,7 +112,8 @@ def _trained(out: Path, name: str, row: str, seed: int, effort: Effort) -> dict[
         return value
 
     path = file_of(out, name, row, seed)
-    stage = Stage(path.stem, BATCH, 1e-3, table.steps if effort.steps is None else effort.steps, hold=0.4, decay=0.98)
+    steps = table.steps if effort.steps is None else effort.steps
+    stage = Stage(path.stem, BATCH, table.rate, steps, hold=0.4, decay=0.98)
     print(f"{name}, {row}:", flush=True)
     record = train(stage, model, loss, path.parent, seed, device)
     found = {"table": name, "row": row, "seed": seed, "steps": record["steps"], "seconds": record["seconds"]}
