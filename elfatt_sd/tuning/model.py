@@ -261,8 +261,7 @@ class Predictor:
     def curve(self) -> list[Choice]:
         """Return the best choices, from untouched to the fastest one, of falling predicted closeness.
 
-        Layers are joined to what a stretch can do, and stretches to what a run can. A layer saves its time in those
-        steps of a stretch alone that compute everything.
+        Layers are joined, then stretches. Where a stretch takes over, a layer saves its time in whole steps alone.
         """
         nothing: _Front = [(0.0, 0.0, ())]
         whole = nothing

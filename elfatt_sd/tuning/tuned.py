@@ -15,7 +15,7 @@ from elfatt_sd.config import SETTINGS, PatchConfig, is_hub_id
 from elfatt_sd.drawing.compare import BRIGHTER, difference, side_by_side
 from elfatt_sd.errors import ElfattError, ElfattFailure, need, shortened
 from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, drawing, figure_and_axes, legend_above, to_png
-from elfatt_sd.evaluation.report.page import data_uri, flatten, page_template, webp
+from elfatt_sd.evaluation.report.page import SIDE, data_uri, flatten, page_template, webp
 from elfatt_sd.files import write_file
 from elfatt_sd.measure import times_as_fast
 from elfatt_sd.patch import apply_patch, remove_patch
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _CHOSEN, _TRIED = METHODS[1], METHODS[5]
 _MARKERS = {"elfatt": "o", "elfatt-fast": "s", "elfatt-quality": "^"}
-_SIDE = 512  # pixels of an image on the page
 Pipeline = TypeVar("Pipeline")
 UNTOUCHED = PatchConfig("untouched")
 
@@ -105,7 +104,7 @@ class Tuned:
         if proof := self.proof:
             for number in proof.order:
                 images = proof.untouched[number].frames[0], proof.tuned[number].frames[0]
-                pairs.append((number, *(webp([each], _SIDE) for each in (*images, difference(*images)))))
+                pairs.append((number, *(webp([each], SIDE) for each in (*images, difference(*images)))))
         plan, ends = reused_steps(config.reuse, steps), [(round(end * steps), end) for end in (0.0, *config.stretches)]
         text = page_template(Path(__file__).with_name("page.html.j2")).render(
             tuned=self,

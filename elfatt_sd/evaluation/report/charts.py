@@ -201,7 +201,7 @@ def _over_time(
         style = looks[method[0].row]
         axes.plot(
             [spot.across for spot in method], [spot.up.value for spot in method], style.marker, color=style.colour,
-            linestyle="-", zorder=3, label=label if results.legend else None,
+            linestyle="-" if _is_curve(method) else "", zorder=3, label=label if results.legend else None,
         )  # fmt: skip
         for spot in method:
             if spot.up.ends and (spot in best or not results.crowded):
@@ -218,6 +218,13 @@ def front(spots: Sequence[Spot], sign: int = 1) -> list[Spot]:
         if not best or sign * spot.up.value > sign * best[-1].up.value:
             best.append(spot)
     return best
+
+
+def _is_curve(series: Sequence[Spot]) -> bool:
+    names = {name for spot in series for name in spot.row.settings}
+    values = [[spot.row.settings.get(name) for spot in series] for name in names]
+    differing = [each for each in values if any(value != each[0] for value in each)]
+    return len(differing) == 1 and all(isinstance(value, int | float) for value in differing[0])
 
 
 def draw_front(axes: Axes, best: Sequence[Spot]) -> str:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PAGE = "index.html"
 _FILES = (PAGE, "table.*", "*.png", "written.json")  # the last one of earlier versions
-_EDGE, _SIDE = 256, 512  # pixels of an image's longer side, among many and in a pair
+_EDGE, SIDE = 256, 512  # pixels of an image's longer side, among many and in a pair
 _COLUMNS, _PAIRS = 6, 3  # latents in the grid, and most changed images of a row
 _FRAMES = 24  # of a clip that are shown
 
@@ -164,7 +164,7 @@ def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -
     record, labels = json.loads(read_plain(image.with_suffix(".json"))), {pair.label for pair in pairs}
     said = {", ".join(filter(None, row.caption(pair.busy))) for pair in pairs for row in (pair.untouched, pair.own)}
     pictures = [(pair.untouched.picture, pair.own.picture) for pair in pairs]
-    parts = [[webp([each], _SIDE) for each in (*both, difference(*both))] for both in pictures]
+    parts = [[webp([each], SIDE) for each in (*both, difference(*both))] for both in pictures]
     text = page_template(_HERE / "pairs.html.j2").render(
         title=labels.pop() if len(labels) == 1 else f"{len(labels)} images",
         findings=[line for line in lines if line not in said],

@@ -27,7 +27,6 @@ _VERDICTS = {BETTER: "better", WORSE: "worse", TOO_FEW: "few"}
 _ARROWS = {"higher": " ↑", "lower": " ↓"}
 _MANY = 10  # comparisons from which on chance verdicts are worth a word
 _ERROR_RATE = 0.05  # of a 95 % interval
-_TRIFLE = 0.05  # by which the untouched pipeline may differ from itself before a headline says so
 _QUALITY = {BETTER: "better in", NO_DIFFERENCE: "not shown to be worse in", WORSE: "worse in"}
 _COUNTED = {BETTER: "better", WORSE: "worse", NO_DIFFERENCE: "without a difference shown"}
 _NOT_WORSE = (BETTER, NO_DIFFERENCE)
@@ -382,9 +381,6 @@ def headline(results: Results) -> str:
         figures += ", most images identical"
     elif best.psnr is not None:
         figures += f", PSNR {fixed(best.psnr.value, 1)} dB"
-    again = results.null and results.null.speed
-    if again and max(abs(again.value - 1), *(abs(end - 1) for end in again.ends or ())) >= _TRIFLE:
-        figures += f"; untouched timed again: {_times(again)}"
     faster = _is_faster(results, best)
     if faster and WORSE not in verdicts.values():
         if best.verdict in _NOT_WORSE:

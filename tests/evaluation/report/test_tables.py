@@ -174,7 +174,6 @@ def test_the_headline_names_the_fastest_that_is_not_worse(results, ratios, given
     said = headline(shown)
     assert said.startswith(start) and recommended(shown).name in start
     assert ("not judged: the classes are too few" in said) == (TOO_FEW in given)
-    assert "untouched timed again" not in said
     for row in results["rows"]:
         row["time"] = None
     shown = Results.of(results)
@@ -185,7 +184,6 @@ def test_a_loss_in_any_figure_keeps_a_row_from_the_headline(results):
     """No gain in one makes up for a loss in another: accuracy, any distance, a metric."""
     speed(results, [MORE, HALF], null=(1.1, 1.2, 1.3))
     assert recommended(verdicts(results, *["better"] * 9)).name == "ToMe-SD 0.1"
-    assert headline(Results.of(results)).endswith("; untouched timed again: 1.20 times (1.10–1.30).")  # noqa: RUF001
     fastest, *_ = methods(results)
     fastest["distances"]["FD-CLIP"] = copy.deepcopy(fastest["distances"]["FD-toy"])
     fastest["metrics"] = {"CLIPScore": {"value": 1.0, "difference": {"value": -1.0, "verdict": "better"}}}
