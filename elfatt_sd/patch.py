@@ -92,8 +92,8 @@ def apply_patch(
             Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, whole).install()
         _warn_of_others_processors(chosen, config)
         here = {"weights": fingerprint(main), "scheduler": owner() and type(owner()).__name__} if config.origin else {}
-        if not warn_of_origin(config.origin, **here):
-            owner.origin = config.origin  # its first run tells the rest
+        warn_of_origin(config.origin, **here)
+        owner.origin = config.origin  # its first run tells the rest
         if not autotune:
             warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))
     return pipe
@@ -275,7 +275,7 @@ def _plan_auto(pipe: Any, config: PatchConfig, *others: Any) -> Plan:
     speed, modules = planned.call.speed, unwrap(main_denoiser(pipe)).modules()
     least = PAYS if device_of(modules, torch.device("cpu")).type in ("cpu", "meta") else PAYS_ON_A_GPU
     steps = f", {planned.steps} step{'s' * (planned.steps > 1)}" if planned.steps else ""
-    said = f"{FAST}, {speed or 0:.2f} times as fast by multiply-adds (input {planned.grid}{steps})"
+    said = f"{FAST}, {speed or 0:.2f} times as fast by multiply-adds (latent {planned.grid}{steps})"
     if speed is None or speed < least:
         said = f"untouched; {said} is below {least}"
         if speed is None:

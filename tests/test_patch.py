@@ -182,9 +182,9 @@ def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
     assert fingerprint(other) == fingerprint(copy.deepcopy(pipe.unet).bfloat16()) == fingerprint(pipe.unet)
     other.conv_in.weight.data.neg_()
     assert fingerprint(other) != fingerprint(pipe.unet) and not fingerprint(other.to("meta"))
-    runs: list[tuple[dict[str, Any], str]] = [({}, ""), ({"steps": 3}, "steps 3")]
-    runs.append(({"height": 64, "width": 32}, "input 32x16"))
-    for given, here in [*runs, ({"guidance_scale": 5.0, "steps": 2}, "steps 2, guidance 5.0")]:
+    runs: list[tuple[dict[str, Any], str]] = [({}, ""), ({"steps": 3}, "3 steps")]
+    runs.append(({"height": 64, "width": 32}, "a latent of 32x16 in place of 16x16"))
+    for given, here in [*runs, ({"guidance_scale": 5.0, "steps": 2}, "2 steps, guidance 5.0")]:
         elfatt_sd.apply_patch(pipe, config)
         for says in (here, ""):  # the second time nothing: warnings are errors here
             said = pytest.warns(UserWarning, match=f"these settings were tuned for {words}; here: {here}. What")
@@ -193,7 +193,7 @@ def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
     for name, here in {"weights": "other weights", "scheduler": f"scheduler {scheduler}"}.items():
         with pytest.warns(UserWarning, match=f"here: {here}. What was promised"):
             elfatt_sd.apply_patch(pipe, dataclasses.replace(config, origin={**origin, name: "else"}))
-        picture_of(pipe, steps=2)  # said once
+        picture_of(pipe, steps=4)  # said once
 
 
 # Models that come into a pipeline, and go, after it was patched.

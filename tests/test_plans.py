@@ -120,7 +120,7 @@ def test_a_patch_that_is_expected_to_slow_down_says_so(pipe: Any, recwarn: pytes
     assert little == [False, False, True, False], "a UNet's layers are not all of one size"
 
 
-FASTER = "elfatt-fast, {} times as fast by multiply-adds (input {})"
+FASTER = "elfatt-fast, {} times as fast by multiply-adds (latent {})"
 
 
 @pytest.mark.parametrize(
@@ -154,4 +154,4 @@ def test_auto_patches_in_one_line_or_not_at_all(pipe: Any, capsys: Any, monkeypa
         assert pipe.unet.elfatt_patch.config == planned.config == config
     first, second = capsys.readouterr().err.splitlines()
     assert first == "auto: untouched, as the multiply-adds of a call cannot be counted; name a method"
-    assert second.startswith("auto: elfatt-fast, ") and second.endswith("(input 16x16, 50 steps)")
+    assert second.startswith("auto: elfatt-fast, ") and second.endswith("(latent 16x16, 50 steps)")

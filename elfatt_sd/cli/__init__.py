@@ -56,15 +56,15 @@ if TYPE_CHECKING:
     from elfatt_sd.drawing.studio import OnImage, OnStep, Result, Studio
 
 SHOWN = 24  # pairs of images on a page at most
-
 app = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False, no_args_is_help=True)
 app.add_typer(evaluation.app, name="eval", help="Measure quality, time and memory of methods.")
 app.add_typer(bench.app, name="bench", help="Time and memory, side by side in one run.")
 
 
 def main() -> None:
-    for variable, level in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "99")):
-        os.environ.setdefault(variable, level)  # of PyTorch's libraries, which read it when they are loaded
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99", "HF_HUB_VERBOSITY": "critical"}
+    for variable, level in quiet.items():  # libraries read them when they are loaded
+        os.environ.setdefault(variable, level)
     process["own"] = True
     app(prog_name="elfatt-sd")
 
@@ -189,12 +189,11 @@ def generate(
         say(line)
     explained = [*_explain(studio, results, {"layer": layer, "step": step, "at": point}, say)] if explain else []
     if as_json:
-        drawn = [{**_written(result.path), "fault": result.fault or None} for result in results]
+        drawn = [{**_record_of(result.path), "fault": result.fault or None} for result in results]
         print(json.dumps({"images": drawn, "explained": explained, "page": page}, indent=2))
 
 
-def _written(path: Path) -> dict[str, Any]:
-    """Return what was written next to an image, with the image's path."""
+def _record_of(path: Path) -> dict[str, Any]:
     return {"path": str(path), **json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))}
 
 
@@ -274,9 +273,16 @@ def try_methods(
     finally:  # what is finished is shown and kept when it is stopped
         if drawn.rows:
             path = drawn.write(out)
-            page = str(write_pairs(path, drawn.pairs, drawn.figures())) if drawn.pairs else None
-            record = json.dumps({**_written(path), "page": page}, indent=2)
-            print(*[record] if as_json else filter(None, [*drawn.figures(), path, page]), sep="\n")
+            page = str(write_pairs(path, pairs, drawn.figures())) if (pairs := drawn.pairs()) else None
+            record = json.dumps({**_record_of(path), "page": page}, indent=2)
+            print(*[record] if as_json else [*drawn.figures(), path, *[f"page: {page}"] * bool(page)], sep="\n")
+
+
+def _check_file(save: Path | None) -> None:
+    if save is not None and save.is_dir():
+        raise ElfattError(f"save={str(save)!r} is a folder; give the name of a file.")
+    if save is not None:
+        check_writable(save.parent, f"save={str(save)!r}")
 
 
 @app.command()
@@ -299,10 +305,7 @@ def patch(
     from elfatt_sd.patch import plan
 
     check_sizes(height, width)
-    if save is not None:
-        if save.exists():
-            raise ElfattError(f"save={str(save)!r} exists; give the name of a new file.")
-        check_writable(save.parent, f"save={str(save)!r}")
+    _check_file(save)
     from_where: PipelineOptions = source(model)
     if model not in SHAPE_NAMES:
         pipe = from_where.load()
@@ -316,7 +319,8 @@ def patch(
 
         quiet_libraries()
         pipe = sketch(model)
-    planned = plan(pipe, chosen.config, height=height, width=width, autotune=chosen.autotune)
+    steps = chosen.config.origin.get("steps") or (EMBEDDED[model].steps if model in EMBEDDED else None)
+    planned = plan(pipe, chosen.config, height=height, width=width, steps=steps, autotune=chosen.autotune)
     if planned.auto:
         written = chosen.arguments.replace(DEFAULT, planned.config.method, 1)
         chosen = chosen._replace(config=planned.config, arguments=written)
@@ -374,10 +378,7 @@ def tune(
     studio.read_image(image, strength)
     lines = studio.read_prompts(prompts) or None
     check_wanted(budget, asked["metric"], lines, asked["images"], asked["frames"])
-    if save is not None:
-        if save.is_dir():
-            raise ElfattError(f"save={str(save)!r} is a folder; give the name of a file.")
-        check_writable(save.parent, f"save={str(save)!r}")
+    _check_file(save)
     if out is not None:
         check_writable(out)
         need("the page of a tuning (--out)", "jinja2", "matplotlib")

@@ -112,9 +112,7 @@ class MethodResult:
         return f"{self.method}, {seconds}", f"{times_as_fast(self.ratios, busy)}, {self.closeness}"
 
 
-class Pair(NamedTuple):
-    """An untouched image and a method's, as a page shows them."""
-
+class Pair(NamedTuple):  # as a page shows it
     label: str  # what was drawn
     untouched: MethodResult
     own: MethodResult
@@ -226,7 +224,6 @@ class Trial:
         strip = side_by_side([row.picture for row in rows], [row.caption(busy) for row in rows], self.prompt, COLUMNS)
         return write_image(free_name(folder, self.prompt), strip, self.to_dict())
 
-    @property
     def pairs(self) -> list[Pair]:
         untouched, *others = self.rows
         return [Pair(self.prompt, untouched, row, bool(self.comparison.busy())) for row in others]
@@ -329,6 +326,8 @@ def closeness(decibel: Sequence[float]) -> str:
     if len(decibel) == 1:
         return f"PSNR {decibel[0]:.1f} dB"
     middle, count = mean(decibel), len(decibel)
+    if count < 8:  # an interval would be wider than anyone believes
+        return f"PSNR in dB: {middle:.1f} on average, lowest {min(decibel):.1f}, of {count} images"
     half = student_quantile(0.975, count - 1) * stdev(decibel) / math.sqrt(count)
     spread = f"{middle:.1f} on average (95 % interval {middle - half:.1f} to {middle + half:.1f})"
     return f"PSNR in dB: {spread}, lowest {min(decibel):.1f}, of {count} images"
@@ -382,10 +381,9 @@ class Sheet:
         """What to say of the speeds where the machine was busy; empty otherwise."""
         return busy_of([seconds for row in rows for seconds in row.times] for rows in self.by_method().values())
 
-    @property
     def pairs(self) -> list[Pair]:
-        drawn = [(f"{record['model']}, {record['prompt']}", *rows) for rows, record in self.rows]
-        return [Pair(label, first, row, bool(self.busy)) for label, first, *others in drawn for row in others]
+        drawn = [(f"{record['model']}, {record['prompt']}", rows) for rows, record in self.rows]
+        return [Pair(label, rows[0], row, bool(self.busy)) for label, rows in drawn for row in rows[1:]]
 
     def figures(self) -> list[str]:
         """Return lines with the figures of each pipeline and method."""

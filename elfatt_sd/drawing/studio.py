@@ -25,7 +25,7 @@ from PIL.PngImagePlugin import PngInfo
 import elfatt_sd
 from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.devices import memory_counters, memory_of
+from elfatt_sd.devices import device_name, memory_counters, memory_of
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import find_layers, main_denoiser, unwrap
 from elfatt_sd.families.shapes import Dimensions
@@ -73,7 +73,7 @@ class Request:
             scheduler_class(self.scheduler)
         for wanted, what in ((self.compare, "compare with"), (self.explain, "explain")):
             if wanted and not self.config.active:
-                said = f"method={self.config.method!r} leaves the pipeline untouched, which is nothing to {what}"
+                said = f"the pipeline stays untouched (method={self.config.method!r}), which is nothing to {what}"
                 raise ElfattError(f"{said}; give another method, such as elfatt-fast.")
 
 
@@ -234,6 +234,7 @@ class Studio:
             "strength": self._options.get("strength"),
             "lora": None if request.lora is None else list(request.lora),
             "device": str(pipe.device),
+            "machine": device_name(torch.device(pipe.device)),
             "dtype": str(pipe.dtype).removeprefix("torch."),
             "versions": versions(),
             "seconds": shot.seconds,

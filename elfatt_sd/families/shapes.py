@@ -227,4 +227,4 @@ class Dimensions:
         size = self.size(height, width)
         if all(side >= _SMALL * own for side, own in zip(size, self.own, strict=True)):
             return ""
-        return f"the model is made for images of {self.own[0]}x{self.own[1]}; expect poor ones at {size[0]}x{size[1]}."
+        return f"the model is made for images of {self.own[1]}x{self.own[0]}; expect poor ones at {size[1]}x{size[0]}."

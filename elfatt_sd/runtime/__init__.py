@@ -70,9 +70,9 @@ def origin_in_words(origin: Mapping[str, Any]) -> str:
     return "{} at {}, {} steps, {}".format(*map(origin.get, ("model", "size", "steps", "scheduler")))
 
 
-def warn_of_origin(origin: Mapping[str, Any], **here: Any) -> bool:
-    """Say what differs from what settings were tuned for, and return whether anything does."""
+def warn_of_origin(origin: Mapping[str, Any], **here: Any) -> None:
+    """Say what differs from what settings were tuned for."""
+    said = {"weights": "other weights", "input": "a latent of {} in place of {}", "steps": "{} steps"}
     other = {name: value for name, value in here.items() if value and origin.get(name) not in (None, value)}
-    if words := ", ".join("other weights" if name == "weights" else f"{name} {other[name]}" for name in other):
+    if words := ", ".join(said.get(name, name + " {}").format(other[name], origin[name]) for name in other):
         warn("other origin", 4, origin=origin_in_words(origin), here=words)
-    return bool(other)

@@ -171,7 +171,7 @@ def tune(
             untouched_seconds=search.seconds,
             floor=search.floor,
             images=(time.monotonic() - start) / search.seconds,
-            record=record,
+            record=record | {"calls": search.calls},
         )
 
 

@@ -100,7 +100,7 @@ class Tuned:
             plot = to_png(curve(self))
         page, settings = Path(folder, "index.html"), Path(folder, "settings.json")
         self.save(settings)
-        config, steps, pairs = self.config, self.record["settings"]["steps"], []
+        config, steps, pairs = self.config, self.record["calls"], []
         if proof := self.proof:
             for number in proof.order:
                 images = proof.untouched[number].frames[0], proof.tuned[number].frames[0]
@@ -182,7 +182,7 @@ class Tuned:
                 f"{sample.seed}); at most {proof.promise.excludes(images):.0%} of all are farther",
                 memory if before and after else "memory: not measured",
                 f"layers: {layers} ({', '.join(kinds)})",
-                *words_of_reuse(self.config.reuse, self.record["settings"]["steps"]),
+                *words_of_reuse(self.config.reuse, self.record["calls"]),
             ]
         if self.points:
             lines.append(f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}")

@@ -114,7 +114,7 @@ def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path:
     shape = call("patch", "sd15", "--width", 1024).stdout  # equal layers are one row, and nothing is loaded
     assert max(map(len, plain(shape))) <= 80 and len(plain(shape)) < 45 and "…" not in shape
     assert '    pipe = elfatt_sd.load_pipeline("path/or/hub-id")' in plain(shape)
-    assert shape.startswith("auto: elfatt-fast, 1.28 times as fast by multiply-adds (input 64x128)\n")
+    assert shape.startswith("auto: elfatt-fast, 1.28 times as fast by multiply-adds (latent 64x128)\n")
     call("patch", "sd15", "--save", tmp_path / "auto.json")
     assert PatchConfig.load(tmp_path / "auto.json") == PatchConfig.preset("elfatt-fast")
 

@@ -129,7 +129,7 @@ def test_compare_shows_the_untouched_image_beside_it(model: Path, tmp_path: Path
     result = call("generate", PROMPT, "--model", model, "--compare", "--out", tmp_path / "auto")
     said, error = result.stderr.splitlines()
     assert said.startswith("auto: untouched; elfatt-fast, 1.") and not files(tmp_path / "auto")
-    assert error.startswith("error: method='sd' leaves the pipeline untouched, which is nothing to compare with; give")
+    assert error.startswith("error: the pipeline stays untouched (method='sd'), which is nothing to compare with; give")
     result = draw(model, tmp_path / "same", "--compare", "--method", "sd", "--attention-backend", "native")
     assert "identical: sd with settings changed nothing in this run" in result.stdout
     assert "times as fast" not in result.stdout and record_of(tmp_path / "same" / f"{FIRST}.png")["identical"] is True

@@ -88,7 +88,8 @@ def test_what_is_found_is_close_and_fast_as_said(
     assert {**found, **expected, "scheduler": type(small.scheduler).__name__} == found
     assert found["promised"].startswith(tuned.proof.words())
     tuned.apply(small)
-    with pytest.warns(UserWarning, match="these settings were tuned for .* at 32x32, .*; here: input 8x8"):
+    said = "these settings were tuned for .* at 32x32, .*; here: a latent of 8x8 in place of 16x16"
+    with pytest.warns(UserWarning, match=said):
         assert not torch.equal(run(), untouched)
     assert json.loads(json.dumps(tuned.to_dict(), allow_nan=False))["config"]["per_layer"]
     text = str(tuned)

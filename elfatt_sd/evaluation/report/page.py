@@ -162,6 +162,7 @@ def render_page(results: Results, plots: Sequence[tuple[Chart, bytes]]) -> str:
 def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -> Path:
     """Write a page with a slider for each pair of images, next to the image that was written of them."""
     record, labels = json.loads(read_plain(image.with_suffix(".json"))), {pair.label for pair in pairs}
+    facts, own = record.get("trials", [record])[0], ("prompt", "seed") if len(labels) > 1 else ()
     said = {", ".join(filter(None, row.caption(pair.busy))) for pair in pairs for row in (pair.untouched, pair.own)}
     pictures = [(pair.untouched.picture, pair.own.picture) for pair in pairs]
     parts = [[webp([each], SIDE) for each in (*both, difference(*both))] for both in pictures]
@@ -170,7 +171,7 @@ def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -
         findings=[line for line in lines if line not in said],
         shown=[(pair, *three) for pair, three in zip(pairs, parts, strict=True)],
         brighter=BRIGHTER,
-        facts=flatten({name: value for name, value in record.items() if name not in ("methods", "trials")}),
+        facts=flatten({name: value for name, value in facts.items() if name not in ("methods", *own)}),
     )
     write_file(image.with_suffix(".html"), text.encode())
     return image.with_suffix(".html")

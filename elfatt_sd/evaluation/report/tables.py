@@ -286,7 +286,7 @@ def plural(count: int, noun: str) -> str:
 
 def written_tables(results: Results) -> dict[str, str]:
     """Return the table in its two written forms, by the names of their files."""
-    metrics, published = metrics_table(results), results.published
+    metrics, published, made = metrics_table(results), results.published, results.environment
     bullets = "".join(f"- {md_escape(sentence)}\n" for sentence in findings(results))
     parts = [f"# {md_escape(results.name)}", md_escape(headline(results)), bullets]
     parts += [to_markdown(main_table(results)), md_escape(comparison(results))]
@@ -295,7 +295,8 @@ def written_tables(results: Results) -> dict[str, str]:
         table = md_table(titles, lines, [title != "Method" for title in titles])
         parts += [f"## Published figures ({md_escape(str(published.source))})", table]
     parts += ["## Further metrics", to_markdown(metrics)] if metrics else []
-    parts += ["## More measures", to_markdown(more_table(results))]
+    said = f"elfatt-sd {made.get('elfatt_sd', MISSING)}, commit {made.get('commit', MISSING)}."
+    parts += ["## More measures", to_markdown(more_table(results)), said]
     return {"table.csv": to_csv(results), "table.md": "\n\n".join(part.strip() for part in parts) + "\n"}
 
 
@@ -385,9 +386,7 @@ def headline(results: Results) -> str:
     if faster and WORSE not in verdicts.values():
         if best.verdict in _NOT_WORSE:
             return f"{figures}."
-        few = TOO_FEW in {row.verdict for row in results.methods}
-        why = "the classes are too few" if few else "no paired difference was measured"
-        return f"{figures}. Its quality is not judged: {why}."
+        return f"{figures}. Its quality is not judged."
     if faster:
         return f"No setting is shown to be faster without being worse. {figures}."
     rounds = len(best.timed[results.time_part].values)
