@@ -184,8 +184,8 @@ def generate(
     say(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
     close = [result.psnr_db for result in results if result.psnr_db is not None]
     lines, shown = [closeness(close)] * (len(close) > 1), [result.pair for result in results[:SHOWN]]
-    page = str(write_pairs(results[0].path, shown, lines)) if compare else None
-    for line in (*lines, *[f"page: {page}"] * compare):
+    page = write_pairs(results[0].path, shown, lines) if compare else None
+    for line in (*lines, *[f"page: {page}"] * bool(page)):
         say(line)
     explained = [*_explain(studio, results, {"layer": layer, "step": step, "at": point}, say)] if explain else []
     if as_json:
@@ -273,7 +273,7 @@ def try_methods(
     finally:  # what is finished is shown and kept when it is stopped
         if drawn.rows:
             path = drawn.write(out)
-            page = str(write_pairs(path, pairs, drawn.figures())) if (pairs := drawn.pairs()) else None
+            page = write_pairs(path, drawn.pairs(), drawn.figures())
             record = json.dumps({**_record_of(path), "page": page}, indent=2)
             print(*[record] if as_json else [*drawn.figures(), path, *[f"page: {page}"] * bool(page)], sep="\n")
 

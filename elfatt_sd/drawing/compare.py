@@ -24,14 +24,12 @@ from elfatt_sd.patch import decided, remove_patch
 from elfatt_sd.runtime.layer import fits, resolve
 
 LEAST = 20.0  # dB: unrelated images have 10 to 20
-COLUMNS = 3  # images in a row of the strip
 WORTH = 1.05  # times as fast, in the slowest round, from which on a method is worth using
 TITLE = "elfatt-sd: the same prompt and seed, untouched, with the fastest and with the closest method"
 BUSY_TITLE = "the machine was busy: do not trust the speeds"
 INK, FAINT, PAPER = (24, 24, 27), (96, 96, 104), (255, 255, 255)
 MARGIN = 16  # pixels around everything
 BRIGHTER = 10  # times, so that small differences are seen
-TITLE_LINES = 2  # of a long prompt; its whole text is in the file's settings
 
 
 def side_by_side(
@@ -44,7 +42,7 @@ def side_by_side(
     width, height = (max(side) for side in zip(*(picture.size for picture in pictures), strict=True))
     sheet_width, cell = columns * (width + MARGIN) + MARGIN, (width, height + MARGIN // 2 + round(size * 3.0))
     letters = round((sheet_width - 2 * MARGIN) / font.getlength("n"))
-    lines = textwrap.wrap(title, letters, max_lines=TITLE_LINES, placeholder=" …")
+    lines = textwrap.wrap(title, letters, max_lines=2, placeholder=" …")  # all is in the file's settings
     top = MARGIN + (len(lines) * round(size * 1.5) + MARGIN // 2 if lines else 0)
     sheet = Image.new("RGB", (sheet_width, top + -(-len(pictures) // columns) * (cell[1] + MARGIN)), PAPER)
     for number, line in enumerate(lines):
@@ -221,7 +219,7 @@ class Trial:
     def write(self, folder: Path) -> Path:
         """Write the strip as PNG, and a JSON file next to it, and return the path of the strip."""
         rows, busy = self.rows, bool(self.comparison.busy())
-        strip = side_by_side([row.picture for row in rows], [row.caption(busy) for row in rows], self.prompt, COLUMNS)
+        strip = side_by_side([row.picture for row in rows], [row.caption(busy) for row in rows], self.prompt, 3)
         return write_image(free_name(folder, self.prompt), strip, self.to_dict())
 
     def pairs(self) -> list[Pair]:

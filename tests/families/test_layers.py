@@ -156,7 +156,7 @@ def test_sizes() -> None:
     sd15.check(64, None)
     with pytest.raises(ElfattError, match="width=56 is not accepted; this model needs at least 64, and is"):
         sd15.check(512, 56)
-    assert "made for images of 512x512; expect poor ones at 64x512" in sd15.small(64, None)
+    assert "made for images of 512x512; expect poor ones at 512x64" in sd15.small(64, None)
     assert sd15.small(256, 1024) == sd15.small(None, None) == ""
     if hasattr(diffusers, SHAPES["wan-1.3b"].kind):
         clips = Dimensions.of(empty_model(SHAPES["wan-1.3b"], few=True), 8)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from elfatt_sd.drawing.compare import BRIGHTER, Pair, difference
-from elfatt_sd.errors import REPORT, ElfattError, need
+from elfatt_sd.errors import PACKAGES, REPORT, ElfattError, need
 from elfatt_sd.evaluation.report import tables
 from elfatt_sd.evaluation.report.charts import Chart, draw_plots, styles
 from elfatt_sd.evaluation.report.data import NULL, PARTS, Results, Row, is_kernel
@@ -159,8 +159,10 @@ def render_page(results: Results, plots: Sequence[tuple[Chart, bytes]]) -> str:
     return page_template(_HERE / "template.html.j2").render(**shared)
 
 
-def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -> Path:
-    """Write a page with a slider for each pair of images, next to the image that was written of them."""
+def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -> str | None:
+    """Write a page with a slider for each pair, next to the image of them; None where there are none, or no Jinja."""
+    if not pairs or PACKAGES["jinja2"].missing:
+        return None
     record, labels = json.loads(read_plain(image.with_suffix(".json"))), {pair.label for pair in pairs}
     facts, own = record.get("trials", [record])[0], ("prompt", "seed") if len(labels) > 1 else ()
     said = {", ".join(filter(None, row.caption(pair.busy))) for pair in pairs for row in (pair.untouched, pair.own)}
@@ -174,7 +176,7 @@ def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -
         facts=flatten({name: value for name, value in facts.items() if name not in ("methods", *own)}),
     )
     write_file(image.with_suffix(".html"), text.encode())
-    return image.with_suffix(".html")
+    return str(image.with_suffix(".html"))
 
 
 def page_template(path: Path) -> jinja2.Template:
