@@ -131,8 +131,8 @@ def timed(out: Path, name: str) -> str:
             cells = [clock(statistics.median(times[size])) if size in times else "" for size in sizes]
             lines.append([f"`{row}`", *cells, _exponent(name, times), _speed(found, row)])
         parts += [*table_lines(lines), ""]
-        if said := busy(own for times in found.values() for own in times.values()):
-            parts += [f"{said[0].upper()}{said[1:]}.", ""]
+        if shaky := [str(size) for size in sizes if busy(each[size] for each in found.values() if size in each)]:
+            parts += [f"At {', '.join(shaky)} equal runs differ by more than a fifth: the machine was busy.", ""]
     if memory:
         sizes = sorted({size for own in memory.values() for size in own})
         lines = [["MiB of a training step", *map(str, sizes)]]
