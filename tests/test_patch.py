@@ -193,7 +193,9 @@ def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
     for name, here in {"weights": "other weights", "scheduler": f"scheduler {scheduler}"}.items():
         with pytest.warns(UserWarning, match=f"here: {here}. What was promised"):
             elfatt_sd.apply_patch(pipe, dataclasses.replace(config, origin={**origin, name: "else"}))
-        picture_of(pipe, steps=4)  # said once
+        with pytest.warns(UserWarning, match="here: 2 steps. What"):  # of the run, too
+            picture_of(pipe, steps=2)
+        picture_of(pipe, steps=2)  # said once
 
 
 # Models that come into a pipeline, and go, after it was patched.

@@ -324,11 +324,9 @@ def closeness(decibel: Sequence[float]) -> str:
     if len(decibel) == 1:
         return f"PSNR {decibel[0]:.1f} dB"
     middle, count = mean(decibel), len(decibel)
-    if count < 8:  # an interval would be wider than anyone believes
-        return f"PSNR in dB: {middle:.1f} on average, lowest {min(decibel):.1f}, of {count} images"
     half = student_quantile(0.975, count - 1) * stdev(decibel) / math.sqrt(count)
-    spread = f"{middle:.1f} on average (95 % interval {middle - half:.1f} to {middle + half:.1f})"
-    return f"PSNR in dB: {spread}, lowest {min(decibel):.1f}, of {count} images"
+    interval = f" (95 % interval {middle - half:.1f} to {middle + half:.1f})" * (count >= 8)  # fewer say too little
+    return f"PSNR in dB: {middle:.1f} on average{interval}, lowest {min(decibel):.1f}, of {count} images"
 
 
 @dataclass

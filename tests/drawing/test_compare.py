@@ -157,3 +157,9 @@ def test_psnr_of_a_known_error_and_what_is_no_image() -> None:
     ):
         assert fault_of(given).startswith(says) and bool(fault_of(given)) == bool(says)
     assert fault_of(np.zeros((1, 4, 4, 3)), flagged=True) == "is black: the safety checker"
+
+
+def test_a_mean_of_few_images_has_no_interval() -> None:
+    assert compare.closeness([40.0, 42.0]) == "PSNR in dB: 41.0 on average, lowest 40.0, of 2 images"
+    many = "PSNR in dB: 41.0 on average (95 % interval 40.1 to 41.9), lowest 40.0, of 8 images"
+    assert compare.closeness([40.0, 42.0] * 4) == many

@@ -29,7 +29,7 @@ from elfatt_sd.methods import Attention
 from elfatt_sd.phases import DENSE, Phase, StepReuse
 from elfatt_sd.tuning import EARLIER, Search
 from elfatt_sd.tuning import probe as probing
-from elfatt_sd.tuning.model import Predictor
+from elfatt_sd.tuning.model import Predictor, _joined
 from elfatt_sd.tuning.probe import REUSED, SINCE, Candidate, LayerFigures, Probe, Stretch, rows_of, stretches_of
 from elfatt_sd.tuning.runs import DrawSettings, Runs, Sample
 
@@ -359,6 +359,12 @@ def test_the_curve_has_the_best_choices() -> None:
     assert alone.stretches == (0.5, 1.0)
     assert [set(part) for part in model.parts(curve[-1])] == [{"a", "b"}, {"a", "b"}]
     assert model.parts(curve[0]) == [{}, {}], "exact layers are left out"
+
+
+def test_the_curve_has_choices_that_no_price_of_an_error_finds() -> None:
+    """`b` lies above the line from `a` to `e`; `c` is slower and farther than `b`, and `d` hardly closer than `e`."""
+    options = [(0.0, 0.0, "a"), (1.0, 10.0, "b"), (0.5, 11.0, "c"), (3.0, 12.0, "d"), (4.0, 12.01, "e")]
+    assert [picked for *_, picked in _joined([(0.0, 0.0, ("x",))], options)] == [("x", "a"), ("x", "b"), ("x", "e")]
 
 
 def test_a_stretch_takes_over_where_that_is_the_best_of_its_ways() -> None:

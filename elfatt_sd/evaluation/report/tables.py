@@ -386,7 +386,8 @@ def headline(results: Results) -> str:
     if faster and WORSE not in verdicts.values():
         if best.verdict in _NOT_WORSE:
             return f"{figures}."
-        return f"{figures}. Its quality is not judged."
+        few = TOO_FEW in {row.verdict for row in results.methods}
+        return f"{figures}. Its quality is not judged: {'the classes are too few' if few else 'nothing is paired'}."
     if faster:
         return f"No setting is shown to be faster without being worse. {figures}."
     rounds = len(best.timed[results.time_part].values)
