@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--images", type=Path, required=True, help="folder of images and of tune's cache")
     parser.add_argument("--asked", type=float, action="append", help="dB; several times")
     parser.add_argument("--tunings", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="of these tunings, so that processes can share them")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--guidance", type=float, default=3.0)
     parser.add_argument("--size", type=int, help="pixels of a side; the model's own if not given")
@@ -79,7 +80,7 @@ def main() -> None:
     tuning.Store = lambda key: Store({**key, "samples": None})  # type: ignore[assignment, misc]
     pipe, asked = None, given.asked or [30.0, 35.0, 40.0, 45.0]
     rows: dict[float, list[dict[str, Any]]] = {each: [] for each in asked}
-    for number, each in itertools.product(range(given.tunings), asked):
+    for number, each in itertools.product(range(given.first, given.tunings), asked):
         path = given.out / f"{each:g}-{number}.json"
         if not path.exists():
             if pipe is None:

@@ -131,19 +131,18 @@ class Trial:
     shot: tuple[str, int] | None = None  # prompt and seed; by default the studio's first
 
     def __post_init__(self) -> None:
-        studio, repeats = self.studio, self.repeats
-        self.prompt, self.seed = self.shot or next(studio.shots())
+        self.prompt, self.seed = self.shot or next(self.studio.shots())
         self.configs: dict[str, PatchConfig] = {UNTOUCHED: PatchConfig.preset(UNTOUCHED)}
         for method in self.methods:
-            size = studio.request.height, studio.request.width, None
-            config = decided(studio.pipe, resolve(method, {}), (), size, studio.steps)
+            size = self.studio.request.height, self.studio.request.width, None
+            config = decided(self.studio.pipe, resolve(method, {}), (), size, self.studio.steps)
             if config.active and config.method == UNTOUCHED:
                 config = replace(config, method="sd with settings")
             self.configs[config.method] = config
-        self.comparison = Comparison(list(self.configs), self._take, repeats)
+        self.comparison = Comparison(list(self.configs), self._take, self.repeats)
         self.times = self.comparison.times
         self.shots: dict[str, Shot] = {}  # the first one of each method, or the one that is no image
-        self.images = repeats * len(self.configs) + self.again  # of a whole run
+        self.images = self.repeats * len(self.configs) + self.again  # of a whole run
         self._on_image: OnImage = lambda said, fault: None
 
     def warm_up(self) -> None:
@@ -409,9 +408,8 @@ class Sheet:
             captions += [("", "")] * missing
         sheet = side_by_side(images, captions, f"{TITLE}; {BUSY_TITLE}" if busy else TITLE, columns)
         drawn = "one image each between two untouched ones" if self.again else f"{self.repeats} interleaved rounds"
-        timing = f"{drawn}, after a warm-up of two steps"
-        trials = [record for _, record in self.rows]
-        return write_image(free_name(folder, "demo sheet"), sheet, {"trials": trials, "timing": timing})
+        record = {"trials": [each for _, each in self.rows], "timing": f"{drawn}, after a warm-up of two steps"}
+        return write_image(free_name(folder, "demo sheet"), sheet, record)
 
 
 def chosen(rows: Sequence[MethodResult]) -> list[MethodResult]:

@@ -434,7 +434,10 @@ def begin_with(
     multiple, pairs = math.lcm(8, dimensions_of(made).multiple), [*zip((width, height), image.size, strict=True)]
     scale = max((asked / side for asked, side in pairs if asked), default=1.0)
     size = [asked or round(side * scale) // multiple * multiple for asked, side in pairs]
-    dimensions_of(made).check(*reversed(size))
+    try:
+        dimensions_of(made).check(*reversed(size))
+    except ElfattError as error:
+        raise ElfattError("image={!r} has {}x{} pixels: {}".format(str(path), *image.size, error)) from error
     if size != [*image.size]:
         warnings.warn("the image of {}x{} is cut and resized to {}x{}.".format(*image.size, *size), stacklevel=3)
         image = ImageOps.fit(image, (size[0], size[1]))

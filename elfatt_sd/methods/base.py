@@ -324,8 +324,8 @@ def in_one_line(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if errors.is_out_of_memory(error):
             raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ElfattError(f"{what} ({reason}).") from error
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise ElfattError(f"{what} ({' '.join(reason.split())[:300]}).") from error
 
 
 def span(fitted: Sequence[Any], name: str, number: str = "{}") -> str:

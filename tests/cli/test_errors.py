@@ -110,6 +110,7 @@ def test_wrong_input_is_one_line_and_leaves_nothing(
     save_file({name: torch.cat([each] * 2) for name, each in weights.items()}, tmp_path / "large.safetensors")
     save_file({"weight": torch.zeros(1)}, tmp_path / "none.safetensors")
     Image.new("RGB", (32, 32)).save(tmp_path / "photo.png")
+    Image.new("RGB", (5, 5)).save(tmp_path / "small.png")
     monkeypatch.chdir(tmp_path)
     before, said = files(tmp_path), []
     for line in commands("test_wrong_input_is_one_line_and_leaves_nothing"):
