@@ -106,8 +106,7 @@ class PatchConfig:
     @property
     def active(self) -> bool:
         """Whether a patch does anything: approximate, take over from earlier steps, or choose the exact kernel."""
-        approximates = any(not phase.exact for phase in self.all_phases)
-        return approximates or bool(self.reuse) or self.attention_backend != "auto"
+        return any(not phase.exact for phase in self.all_phases) or bool(self.reuse) or self.attention_backend != "auto"
 
     @property
     def all_phases(self) -> tuple[Phase, ...]:
@@ -441,8 +440,7 @@ def for_transformers(config: PatchConfig) -> PatchConfig:
     preset, plain = PRESETS.get(name), dataclasses.replace(config, method=name)
     if name not in _TRANSFORMER_PRESETS or preset is None or plain != preset.with_settings(**config.changes):
         return config
-    changed = _TRANSFORMER_PRESETS[name].with_settings(**config.changes)
-    return dataclasses.replace(changed, method=config.method)
+    return dataclasses.replace(_TRANSFORMER_PRESETS[name].with_settings(**config.changes), method=config.method)
 
 
 def warn_without_effect(config: PatchConfig) -> None:

@@ -100,8 +100,7 @@ def make_scheduler(name: str, own: Any) -> Any:
     except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = f"it fails with the model's settings ({shortened(error)})"
     if reason:
-        own_name = type(own).__name__
-        raise ElfattError(f"scheduler={name!r} does not fit the model's {own_name}: {reason}; leave it out.")
+        raise ElfattError(f"scheduler={name!r} does not fit the model's {type(own).__name__}: {reason}; leave it out.")
     return made
 
 
@@ -183,8 +182,7 @@ def kind_of_file(path: Path) -> str:
     if path.suffix.lower() == ".safetensors":
         try:
             with safe_open(path, framework="np") as file:
-                names = list(file.keys())
-                channels = file.get_slice(_FIRST).get_shape()[1] if _FIRST in names else 0
+                channels = file.get_slice(_FIRST).get_shape()[1] if _FIRST in list(file.keys()) else 0
         except (OSError, SafetensorError) as error:
             raise ElfattError(f"model={str(path)!r} is not a readable .safetensors file: {shortened(error)}") from error
     else:
@@ -291,6 +289,8 @@ def check_model(
     model: str | Path, *, allow_pickle: bool = False, variant: str | None = None, given: Collection[str] = ()
 ) -> Path | str:
     """Check what can be known of a model before it is loaded."""
+    if not isinstance(model, str | os.PathLike) or not str(model):
+        raise ElfattError(f"model={model!r} is not accepted; give {_EMBEDDED}, a folder, a file, or a hub id.")
     path = EMBEDDED[str(model)].folder if str(model) in EMBEDDED else Path(model)
     if path.suffix.lower() in PICKLES and not allow_pickle:
         raise ElfattError(

@@ -324,8 +324,7 @@ def progress_of(unit: str, *, every: float = 30.0, title: str = "{}:", shown: bo
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        say = functools.partial(print, file=sys.stderr, flush=True)
-        yield Lines(say, unit, every=every, title=title)
+        yield Lines(functools.partial(print, file=sys.stderr, flush=True), unit, every=every, title=title)
         return
     with Progress(
         TextColumn("{task.description}", markup=False),

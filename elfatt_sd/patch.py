@@ -13,22 +13,13 @@ from typing import Any, TypeVar, Unpack
 import torch
 
 from elfatt_sd.attention.softmax import make_ready
-from elfatt_sd.config import (
-    DEFAULT,
-    FAST,
-    UNTOUCHED,
-    Method,
-    PatchConfig,
-    is_auto,
-    method_named,
-    warn_without_effect,
-)
-from elfatt_sd.errors import ElfattError
+from elfatt_sd.config import DEFAULT, FAST, UNTOUCHED, Method, PatchConfig, is_auto, method_named, warn_without_effect
+from elfatt_sd.errors import ElfattError, flag, whole
 from elfatt_sd.families import find_denoisers, levels_of, main_denoiser, select_layers, takes_steps, unwrap
 from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Settings
-from elfatt_sd.plans import Plan, default_of, input_grid, make_plan
+from elfatt_sd.plans import WORTH, Plan, default_of, input_grid, make_plan
 from elfatt_sd.runtime import warn, warn_of_origin
 from elfatt_sd.runtime.autotune import measure_phases
 from elfatt_sd.runtime.denoiser import OWNER, PATCH, Owner, Patch
@@ -39,7 +30,7 @@ Pipeline = TypeVar("Pipeline")
 # Times as fast by multiply-adds, from which on `auto` patches. On a CPU at least what is counted was measured: 1.04 to
 # 1.07 for 1.04 (SD 1.5 at 256x256), 1.26 for 1.14 (SDXL), 1.41 for 1.15 (SD 1.5 at 512x512). Flux and Qwen-Image at
 # 1024x1024 have 1.10. An H100 gave half: 1.04 at best for 1.15, 1.15 for 1.31. See docs/performance.md.
-PAYS, PAYS_ON_A_GPU = 1.12, 1.3
+PAYS, PAYS_ON_A_GPU = WORTH, 1.3
 OWN = (None, None, None)  # height, width and frames
 TakeOver = Sequence[str | type]
 
@@ -76,6 +67,7 @@ def apply_patch(
         ElfattError: unknown method or setting, no UNet, no layer that the method could patch, or a processor in
             `take_over` that cannot be replaced.
     """
+    flag("autotune", autotune)
     denoisers, names = find_denoisers(pipe), _class_names(take_over)
     config = fitted(decided(pipe, resolve(method, settings), take_over), denoisers)
     chosen = choose_layers(denoisers, config, names)
@@ -88,8 +80,7 @@ def apply_patch(
             vars(pipe)[OWNER] = owner
         schedule = Schedule(owner)
         for name, denoiser in denoisers.items():
-            whole = not takes_steps(name)
-            Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, whole).install()
+            Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, not takes_steps(name)).install()
         _warn_of_others_processors(chosen, config)
         here = {"weights": fingerprint(main), "scheduler": owner() and type(owner()).__name__} if config.origin else {}
         warn_of_origin(config.origin, **here)
@@ -250,6 +241,8 @@ def plan(
     Raises:
         ElfattError: as `apply_patch`, or a size that does not fit the model.
     """
+    if steps is not None:
+        whole("steps", steps, 1)
     planned = _plan(pipe, resolve(method, settings), (height, width, frames), autotune, take_over, steps)
     warn_without_effect(planned.config)
     return planned

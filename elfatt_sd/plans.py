@@ -22,11 +22,11 @@ from elfatt_sd.families.cuts import OUTPUT
 from elfatt_sd.families.shapes import Blueprint
 from elfatt_sd.methods import Grid, Size
 from elfatt_sd.phases import EXACT, Phase, StepReuse, reused_steps, words_of_reuse
-from elfatt_sd.runtime import origin_in_words
+from elfatt_sd.runtime import origin_in_words, other_than
 from elfatt_sd.runtime.autotune import Decision, matching_uses
 from elfatt_sd.runtime.memory import kept_bytes, readable
 
-PAYS = 8000  # tokens of a transformer, from about which on attention is a large part of its step
+WORTH = 1.12  # times as fast by multiply-adds, from which on `auto` patches on a CPU; see patch.py
 _ESTIMATED_SLOWER = "estimated slower than exact attention; autotune=True leaves it alone"
 _STEPS = 50  # of the run that a plan shows where steps take over from earlier ones
 _OF_CLIPS = ("3D", "Motion", "Temporal", "I2V")  # in the names of denoisers
@@ -89,10 +89,11 @@ class PlannedCall:
             unknown = ", ".join(name for name, count in self.denoisers.items() if count is None)
             return f"whole call: not counted ({unknown}), so no speed-up is estimated"
         names = " and ".join("UNet" if name == "unet" else name for name in self.denoisers)
+        little = ", which hardly pays" * (1 < (self.speed or 0) < WORTH)
         return (
             f"whole call ({names}): {giga(self.before)} G multiply-adds before, {giga(self.after)} G after on average. "
-            f"By this count it is {self.speed:.2f} times as fast, {self.limit:.2f} if the approximated layers cost "
-            "nothing; measure it here with elfatt-sd bench"
+            f"By this count it is {self.speed:.2f} times as fast{little}, {self.limit:.2f} if the approximated layers "
+            "cost nothing; measure it here with elfatt-sd bench"
         )
 
 
@@ -174,7 +175,8 @@ class Plan:
         )
         rows += [self.slower] if self.slower else []
         if origin := self.config.origin:
-            rows.append(f"tuned for {origin_in_words(origin)}: {origin.get('promised')}")
+            here = other_than(origin, input=str(self.grid), steps=self.steps)
+            rows.append(f"tuned for {origin_in_words(origin)}: {origin.get('promised')}{here and f'; here: {here}'}")
         if kept := self.kept_bytes:
             how = {"fp8": "8 bits, kept on the device", "host": "16 bits, kept on the host"}
             rows.append(
@@ -187,9 +189,6 @@ class Plan:
             work, kept = self._taking_over(each)
             what = f"a step that takes over {each.cut}: {giga(work)} G multiply-adds"
             rows.append(f"{what}; kept for each image: {readable(kept)} in 16 bits")
-        tokens = max((layer.tokens for layer in self.layers if layer.denoiser.startswith("transformer")), default=PAYS)
-        if tokens < PAYS:
-            rows.append(f"little can be gained: below about {PAYS} tokens, attention is a small part of a step")
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -254,8 +253,7 @@ def make_plan(
     planned_layers, by_layer = [], []
     for name, (present, chosen) in layers.items():
         for layer in present:
-            own = config.for_layer(layer.name)
-            phases = [own.phase_until(end) for end in ends]
+            phases = [config.for_layer(layer.name).phase_until(end) for end in ends]
             uses = matching_uses(config, layer, chosen)
             known = decisions.get((name, layer.name), {})
             planned_layers.append(_plan_layer(name, layer, phases, size, layer in chosen, known, uses))

@@ -174,17 +174,7 @@ def watch(
             block also if no watched step was approximated.
     """
     check_wanted(step, at)
-    found = patches_of(pipe)
-    if not found:
-        raise ElfattError("the pipeline has no patch to look at; call elfatt_sd.apply_patch(pipe, method) first.")
-    looks: list[Look] = []
-    layers = [(patch, each) for patch in found.values() for each in patch.layers]
-    watched = [pair for pair in layers if fnmatch.fnmatchcase(pair[1].layer.name, layer or "*")]
-    if layer is None:
-        watched = sorted(watched, key=lambda pair: pair[1].layer.downsample)[:1]
-    if not watched:
-        names = ", ".join(each.layer.name for _, each in layers[:3])
-        raise ElfattError(f"layer={layer!r} matches no patched layer; there are {names or 'none'}, ...")
+    looks, watched = list[Look](), watched_layers(pipe, layer)
     with contextlib.ExitStack() as undo:
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         for patch, each in watched:
@@ -192,6 +182,21 @@ def watch(
         yield looks
     if not looks:
         raise ElfattError("no watched layer was approximated in a watched step; give another step, or more steps.")
+
+
+def watched_layers(pipe: Any, layer: str | None) -> list[tuple[Patch, PatchedLayer]]:
+    """Return the layers that a pattern names, or the first one on the finest grid."""
+    found = patches_of(pipe)
+    if not found:
+        raise ElfattError("the pipeline has no patch to look at; call elfatt_sd.apply_patch(pipe, method) first.")
+    layers = [(patch, each) for patch in found.values() for each in patch.layers]
+    if layer is None:
+        return sorted(layers, key=lambda pair: pair[1].layer.downsample)[:1]
+    watched = [pair for pair in layers if fnmatch.fnmatchcase(pair[1].layer.name, layer)]
+    if not watched:
+        names = ", ".join(each.layer.name for _, each in layers[:3])
+        raise ElfattError(f"layer={layer!r} matches no patched layer; there are {names or 'none'}, ...")
+    return watched
 
 
 def check_wanted(step: int | None, at: Sequence[float]) -> None:
@@ -298,8 +303,7 @@ def _seen(
         heads.append(Heads(tuple(of), keys, found, right, text, right_text))
     agents = []
     if pools := attention.pools(q.shape[1]):
-        pooled = np.repeat(np.arange(len(pools)), pools)[place]
-        agents.append(Grouping("are averaged into one agent", pooled))
+        agents.append(Grouping("are averaged into one agent", np.repeat(np.arange(len(pools)), pools)[place]))
     for ratio in merged:
         if (matching := _matching(state, ratio)) is not None:
             agents.append(Grouping("merge into one agent", _numbers(matching.groups[ROW])))
@@ -443,8 +447,7 @@ def _panels(look: Look, image: Image.Image | None) -> Iterator[tuple[str, str, N
         darkest = max(_most(weights[seen]), 3 * float(weights[seen].mean())) if seen.any() else 1.0
         colours = colormaps["YlGnBu"](0.12 + 0.88 * np.clip(weights / darkest, 0, 1) ** 0.6)
         colours[:, 3] = seen
-        from_text = f"; {text:.0%} is from the text" if text else ""
-        return f"; darkest: {darkest:.2%} or more{from_text}", on_grid(colours)
+        return f"; darkest: {darkest:.2%} or more{(f'; {text:.0%} is from the text' if text else '')}", on_grid(colours)
 
     if image is not None:
         yield "image", "the finished image; the query is the small square", np.asarray(image.convert("RGB")), True

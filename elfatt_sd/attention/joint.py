@@ -39,13 +39,7 @@ def exact_attention(q: Tensor, parts: Sequence[Keys]) -> Tensor:
 
 
 def sampled_joint_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    groups: int,
-    *,
-    stands_for: float = 1.0,
-    context: Keys | None = None,
+    q: Tensor, k: Tensor, v: Tensor, groups: int, *, stands_for: float = 1.0, context: Keys | None = None
 ) -> Tensor:
     """Attend to a sample of the image and to the whole context: `softmax(q_n [K_g + log w; K_T]^T) [V_g; V_T]`.
 

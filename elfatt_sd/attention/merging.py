@@ -128,8 +128,7 @@ def match_candidates(candidates: Candidates, ratio: float) -> Matching | None:
         return None
     staying = sources - merged_away
     stay = similarity.topk(staying, dim=1, largest=False).indices.flip(1)
-    destinations = places[sources:].expand(len(stay), -1)
-    positions = torch.cat([places[:sources][stay], destinations], dim=1)
+    positions = torch.cat([places[:sources][stay], places[sources:].expand(len(stay), -1)], dim=1)
     rows = _rows_like(positions).long()
     of_sources = (nearest + rows[:, staying : staying + 1]).scatter_(1, stay, rows[:, :staying])
     return Matching(torch.cat([of_sources, rows[:, staying:]], dim=1).index_select(1, slot), positions)

@@ -103,8 +103,7 @@ class Session:
             return taken
 
         tell = functools.partial(self.progress, title(key))
-        lose = functools.partial(self.lose, key)
-        compared = Comparison([*calls], take, repeats, tell, lose, group["times"])
+        compared = Comparison([*calls], take, repeats, tell, functools.partial(self.lose, key), group["times"])
         tell(0, (repeats + 1) * len(calls))
         try:
             compared.warm_up(warm_one)

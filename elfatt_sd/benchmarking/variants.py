@@ -217,8 +217,7 @@ def resolve_methods(methods: Iterable[str | PatchConfig] | None, **settings: Any
     """
 
     def changed(config: PatchConfig, own: Collection[str] = ()) -> PatchConfig:
-        merges = any(phase.merge.ratio for phase in config.all_phases)
-        kept = {*own} if merges else {*own, "ratio"}
+        kept = {*own} if any(phase.merge.ratio for phase in config.all_phases) else {*own, "ratio"}
         return config.with_settings(**{name: value for name, value in settings.items() if name not in kept})
 
     wanted = [method for method in (METHODS if methods is None else methods) if method != "sd"]

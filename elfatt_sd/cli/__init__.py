@@ -20,15 +20,7 @@ import elfatt_sd
 from elfatt_sd import __version__
 from elfatt_sd import errors as checks
 from elfatt_sd.cli import bench, evaluation
-from elfatt_sd.cli.console import (
-    OneLineErrors,
-    adds_options,
-    complain,
-    optional,
-    output,
-    process,
-    quiet_libraries,
-)
+from elfatt_sd.cli.console import OneLineErrors, adds_options, complain, optional, output, process, quiet_libraries
 from elfatt_sd.cli.options import (
     DEFAULT,
     DRAWING_OPTIONS,
@@ -151,7 +143,7 @@ def generate(
     from elfatt_sd.drawing.compare import closeness, compared
     from elfatt_sd.drawing.studio import Request, Studio, read_prompts
     from elfatt_sd.evaluation.report.page import write_pairs
-    from elfatt_sd.visualize import check_wanted
+    from elfatt_sd.visualize import check_wanted, watched_layers
 
     words = prompts or []
     if not each and sum(len(prompt.split()) == 1 for prompt in words) > 1:
@@ -175,6 +167,9 @@ def generate(
         elfatt_sd.graphs(pipe, say=say)
     results: list[Result] = []
     studio = Studio(pipe, request, out)
+    if explain:
+        with studio.patched():
+            watched_layers(pipe, layer)
     images = request.num_images * len(prompts)
     with progress(images, 2 * images + 1 if compare else images, say) as (studio.on_step, on_image):
         for result in compared(studio) if compare else studio.results():
@@ -291,10 +286,7 @@ def _check_file(save: Path | None) -> None:
 def patch(
     chosen: PatchOptions,
     source: Any,
-    model: Annotated[
-        str,
-        typer.Argument(help=f"{MODELS}; {', '.join(SHAPE_NAMES)} load nothing."),
-    ] = "toy",
+    model: Annotated[str, typer.Argument(help=f"{MODELS}; {', '.join(SHAPE_NAMES)} load nothing.")] = "toy",
     height: Height = None,
     width: Width = None,
     as_json: Json = False,
@@ -418,14 +410,15 @@ def demo(
     browse: Annotated[bool, typer.Option("--browse", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page that draws untouched and patched images side by side; Ctrl-C ends it."""
-    need("elfatt-sd demo", "gradio")
     from elfatt_sd.config import method_named
-    from elfatt_sd.drawing.demo import make_page
     from elfatt_sd.loading import check_model, load_pipeline
 
     method_named(method)
     for name in model or ():
         check_model(name)
+    need("elfatt-sd demo", "gradio")
+    from elfatt_sd.drawing.demo import make_page
+
     quiet_libraries()
     page = make_page(load_pipeline, model or list(EMBEDDED), method, steps)
     print(f"http://127.0.0.1:{port}  (Ctrl-C ends it)")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image, ImageChops, ImageDraw, ImageFont
 
+from elfatt_sd import errors as checks
 from elfatt_sd.config import METHODS, UNTOUCHED, PatchConfig, is_auto, method_named
 from elfatt_sd.drawing.studio import OnImage, OnStep, Request, Result, Shot, Studio, free_name, write_image
 from elfatt_sd.errors import ElfattError
@@ -201,7 +202,8 @@ class Trial:
         faster = [row for row in usable if min(row.ratios) >= WORTH]
         if not usable:
             return "No method changed the image in this run: give more steps, or a larger image."
-        if said := self.comparison.busy():
+        few = "one run of each says little; give more repeats" * (self.repeats + self.again < 2)
+        if said := self.comparison.busy() or few:
             return f"No recommendation: {said}."
         if not faster:
             return (
@@ -266,6 +268,7 @@ def try_methods(
     Raises:
         ElfattError: the pipeline cannot do what is asked for.
     """
+    checks.whole("repeats", repeats, 1)
     request = Request((prompt,), PatchConfig.preset(UNTOUCHED), **settings)
     trial = Trial(Studio(pipe, request, Path()), methods, repeats)
     trial.run()

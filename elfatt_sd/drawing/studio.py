@@ -64,7 +64,7 @@ class Request:
     explain: bool = False  # whether what a layer does is asked for as well
 
     def __post_init__(self) -> None:
-        if not self.prompts or not all(prompt.strip() for prompt in self.prompts):
+        if not self.prompts or not all(isinstance(each, str) and each.strip() for each in self.prompts):
             raise ElfattError("there is an empty prompt, or none; give at least one, such as 'a red star'.")
         checks.whole("num_images", self.num_images, 1)
         check_run(self.steps, self.guidance, self.seed, self.height, self.width)

@@ -168,8 +168,7 @@ def _tables(files: Sequence[Path]) -> Source:
             what = f"bytes in the columns {', '.join(named)}" if named else f"no bytes in {', '.join(schema.names)}"
             raise ElfattError(f"reference {file} has {what}; accepted: one column, or one named {', '.join(_COLUMNS)}.")
         places = [(table, named[0], number, row) for number, size in enumerate(sizes) for row in range(size)]
-        names = (f"{file.name}:{index}" for index in range(len(places)))
-        entries += map(Entry, names, places, map(str, groups))
+        entries += map(Entry, (f"{file.name}:{index}" for index in range(len(places))), places, map(str, groups))
     lock = threading.Lock()
 
     @functools.lru_cache(maxsize=1)

@@ -224,8 +224,7 @@ def load_protocol_pipeline(protocol: Protocol, device: str | None = None) -> Any
     place = device or protocol.device
     pipe = load_pipeline(protocol.model, device=place, dtype=protocol.dtype, variant=protocol.variant or None)
     if protocol.scheduler != "stored":
-        name = "pndm" if protocol.scheduler == "PLMS" else protocol.scheduler
-        pipe.scheduler = make_scheduler(name, pipe.scheduler)
+        pipe.scheduler = make_scheduler("pndm" if protocol.scheduler == "PLMS" else protocol.scheduler, pipe.scheduler)
     for extra in ("safety_checker", "watermark"):
         if getattr(pipe, extra, None) is not None:
             setattr(pipe, extra, None)
@@ -338,8 +337,7 @@ def code_hashes() -> dict[str, str]:
 
     They are those of the code as it is at the first call, whatever becomes of its files later.
     """
-    package = Path(__file__).parents[1]
-    files = [path for pattern in _METHOD for path in sorted(package.glob(pattern))]
+    files = [path for pattern in _METHOD for path in sorted(Path(__file__).parents[1].glob(pattern))]
     kinds = {kind.__module__ for kind in methods.attentions().values()}  # also those that others registered
     others = [sys.modules[name] for name in sorted(kinds) if not name.startswith("elfatt_sd.")]
     method = [path.read_text(encoding="utf-8") for path in files] + [inspect.getsource(other) for other in others]
@@ -361,7 +359,6 @@ def weights_sha256(pipe: Any) -> str:
     settings = {}
     for name, part in parts.items():
         config = part.config.to_dict() if hasattr(part.config, "to_dict") else part.config
-        shown = {key: value for key, value in config.items() if not key.startswith("_")}
-        settings[name] = [type(part).__name__, shown]
+        settings[name] = [type(part).__name__, {key: value for key, value in config.items() if not key.startswith("_")}]
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     return digest.hexdigest()

@@ -195,8 +195,7 @@ def free_memory() -> None:
 
 def run_worker(protocol: Protocol, cell: Cell, batch: int) -> dict[str, Any]:
     order = {"protocol": protocol.to_dict(), "cell": cell.name, "batch": batch, "code": generate.code_hashes()}
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     env = {name: value for name, value in os.environ.items() if not _LAUNCHED.fullmatch(name)} | {"PYTHONPATH": path}
     command = [sys.executable, "-m", "elfatt_sd.evaluation.measure"]
     done = subprocess.run(command, input=json.dumps(order), capture_output=True, text=True, env=env)

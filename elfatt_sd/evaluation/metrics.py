@@ -166,8 +166,7 @@ def load_alignment(kind: str, folder: Path, device: str, prompts: Sequence[str])
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     seen = config.vision_config
     recipe = vision.read_recipe("clip", folder, seen.image_size)
-    named = seen.hidden_size in vision.SIZES
-    shape = vision.model_title(seen, seen.image_size) if named else recipe["sha256"][:8]
+    shape = vision.model_title(seen, seen.image_size) if seen.hidden_size in vision.SIZES else recipe["sha256"][:8]
     title = f"CLIPScore ({shape})" if kind == "clip-score" else _TITLES[kind]
     scale = float(model.logit_scale.detach().exp()) if kind == "pickscore" else 100.0
     longest = model.config.text_config.max_position_embeddings

@@ -373,8 +373,7 @@ def _with_saved(cell: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     saved = PatchConfig.load(folder / cell["config"])
     data, usual = saved.to_dict(), PatchConfig().to_dict()
     changed = {key: value for key, value in data.items() if key in RUN_SETTINGS - {*_LISTS} and value != usual[key]}
-    phases = {key: data[key] for key in _LISTS if data.get(key)}
-    return {"method": saved.method, **phases, **changed, **given}
+    return {"method": saved.method, **{key: data[key] for key in _LISTS if data.get(key)}, **changed, **given}
 
 
 def _rows(own: Mapping[str, Any], settings: Mapping[str, Any], number: int) -> Iterator[dict[str, Any]]:

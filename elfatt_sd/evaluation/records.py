@@ -249,8 +249,7 @@ def without_intervals_of_few(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[
         hidden += ["value"] if data.get("images") == "infinite" else []
         return {name: None if name in hidden else bare(value, part) for name, value in data.items()}
 
-    classes = [row.get("classes") for row in rows]
-    few = any(isinstance(count, int) and 0 < count < FEWEST_CLASSES for count in classes)
+    few = any(isinstance(count, int) and 0 < count < FEWEST_CLASSES for count in [row.get("classes") for row in rows])
     if not few and f"'verdict': {TOO_FEW!r}" not in str([[row.get(part) for part in _OVER_CLASSES] for row in rows]):
         return list(rows)
     return [{key: bare(value, key) if key in _OVER_CLASSES else value for key, value in row.items()} for row in rows]

@@ -127,8 +127,7 @@ def check_reference(
         pictures = replace(found, read=lambda entry: resized(found.read(entry), **recipe))
         _check_count(wanted, len(pictures.entries))
         fingerprint = [pictures.fingerprint, wanted.per_class, recipe, PIL.__version__, extraction.DECODING]
-    version = torch.__version__.partition("+")[0]
-    return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, version])
+    return pictures, sha256_of_data([FORMAT, fingerprint, extractor.preprocessing, torch.__version__.partition("+")[0]])
 
 
 def _recipe(wanted: ReferenceChoice) -> dict[str, Any]:

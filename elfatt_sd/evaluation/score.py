@@ -65,8 +65,7 @@ def score_run(
             scale.extract(images, progress)
 
     def finish() -> None:
-        prompts = [prompt.text for prompt in run.prompts]
-        metrics = load_metrics(protocol.metrics, network_device(protocol), prompts)
+        metrics = load_metrics(protocol.metrics, network_device(protocol), [prompt.text for prompt in run.prompts])
         scorer = Scorer(protocol, metrics, scales, progress)
         measured = {name: scorer.measure(images) for name, images in rows.items()}
         baseline = measured[run.baseline.name]
@@ -102,8 +101,7 @@ def network_device(protocol: Protocol) -> str:
             pick_device(protocol.device)
             return protocol.device
     state = process_state()
-    several = state.num_processes > 1
-    return str(state.device) if several else "cuda" if "cuda" in accelerators() else "cpu"
+    return str(state.device) if state.num_processes > 1 else "cuda" if "cuda" in accelerators() else "cpu"
 
 
 def build_references(

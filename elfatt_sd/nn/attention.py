@@ -20,6 +20,7 @@ from elfatt_sd.attention.softmax import agent_attention, efficient_attention, eq
 from elfatt_sd.errors import ElfattError
 
 Sides = tuple[int, int]  # rows and columns
+UNKNOWN: Sides = (0, 0)  # a grid that the module is told of later, or never
 Attend = Callable[[Tensor, Tensor, Tensor, Sides], Tensor]
 
 
@@ -72,13 +73,18 @@ class ElfattAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or dim % num_heads:
+        for name, value in {"dim": dim, "num_heads": num_heads, "agents": agents}.items():
+            checks.whole(name, value, 1)
+        if dim % num_heads:
             raise ElfattError(f"num_heads={num_heads} is not accepted; give a number that divides dim={dim}.")
         checks.whole("block_size", 1 if block_size is None else block_size, 1)
         checks.whole("prefix_tokens", prefix_tokens, 0)
         checks.real("global_fraction", global_fraction, 0, 1)
         checks.choice("global_heads", global_heads, ("effatt", "agent", "focused"))
         checks.real("attn_drop", attn_drop, 0, 0)
+        sides = [side for side in grid if type(side) is int and side >= 0] if isinstance(grid, Sequence) else []
+        if grid is not None and (len(sides) != 2 or sides != [*grid]):
+            raise ElfattError(f"grid={grid!r} is not accepted; give two whole numbers, rows and columns.")
         size = dim // num_heads
         self.split_dim, self.split_sizes = halves(num_heads, size, global_fraction)
         if self.split_dim == 3 and not 0.5 <= size * global_fraction <= size - 0.5:
@@ -87,7 +93,7 @@ class ElfattAttention(nn.Module):
                 f"of {size}; give one nearer to 0.5, or 0 or 1."
             )
         self.num_heads, self.block_size, self.global_heads, self.agents = num_heads, block_size, global_heads, agents
-        self.prefix_tokens, self.grid = prefix_tokens, grid
+        self.prefix_tokens, self.grid = prefix_tokens, None if grid is None else (grid[0], grid[1])
         own: Any = {"device": device, "dtype": dtype}
         norm = norm_layer or nn.LayerNorm
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, **own)
@@ -121,8 +127,7 @@ class ElfattAttention(nn.Module):
                 qkv = [torch.split(each, self.split_sizes, self.split_dim)[half] for each in (q, k, v)]
                 own = [each.unflatten(0, q.shape[2:]) for each in lepe]
                 own = [torch.split(each, self.split_sizes, self.split_dim - 2)[half] for each in own]
-                windows = self._windows(*sides) if half else (1, 1)
-                done.append(in_windows(qkv, attend, sides, windows, first, own))
+                done.append(in_windows(qkv, attend, sides, self._windows(*sides) if half else (1, 1), first, own))
         mixed = torch.cat(done, self.split_dim) if len(done) > 1 else done[0]
         if first:
             mixed = torch.cat([softmax_attention(q[:, :first], k, v), mixed], 1)
@@ -130,11 +135,11 @@ class ElfattAttention(nn.Module):
         return out.view(x.shape)
 
     def _sides(self, x: Tensor) -> Sides:
-        if x.ndim == 4 and not self.prefix_tokens and self.grid in (None, tuple(x.shape[1:3])):
+        if x.ndim == 4 and not self.prefix_tokens and self.grid in (None, UNKNOWN, tuple(x.shape[1:3])):
             return operator.index(x.shape[1]), operator.index(x.shape[2])
         tokens = operator.index(x.shape[1]) - self.prefix_tokens  # compiled code is for one grid
         sides = self.grid or (round(max(tokens, 0) ** 0.5),) * 2
-        if x.ndim != 3 or sides[0] * sides[1] != tokens:
+        if x.ndim != 3 or not 0 < tokens == sides[0] * sides[1]:
             raise ElfattError(
                 f"{' x '.join(map(str, x.shape[1:-1]))} tokens with prefix_tokens={self.prefix_tokens} do not fill "
                 f"{sides[0]} x {sides[1]}; give grid=(rows, columns) and prefix_tokens."

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from elfatt_sd.errors import choice
+from elfatt_sd.errors import ElfattError, choice
 from elfatt_sd.nn.attention import ElfattAttention
 
 # What a name is to `ElfattAttention`.
@@ -23,7 +23,6 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "agent": {"global_fraction": 1.0, "global_heads": "agent"},
     "focused": {"global_fraction": 1.0, "global_heads": "focused"},
 }
-
 
 # Depth of each level, channels, heads, and tokens in a window at 224 pixels.
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -71,7 +70,7 @@ class Pyramid(nn.Module):
         depths: Sequence[int],
         dims: Sequence[int],
         heads: Sequence[int],
-        block_size: int | Sequence[int] = 49,
+        block_size: int | Sequence[int] | None = 49,
         *,
         attention: str = "elfatt",
         every: Sequence[int] = (1, 1, 2, 0),
@@ -82,7 +81,9 @@ class Pyramid(nn.Module):
     ) -> None:
         super().__init__()
         choice("attention", attention, ATTENTIONS)
-        sizes = [block_size] * len(depths) if isinstance(block_size, int) else [*block_size]
+        for name in ATTENTIONS[attention].keys() & attention_settings.keys():
+            raise ElfattError(f"{name} is not accepted with attention={attention!r}, which sets it.")
+        sizes = [*block_size] if isinstance(block_size, Sequence) else [block_size] * len(depths)
         levels = zip(depths, (in_channels, *dims[:-1]), dims, heads, sizes, every[: len(depths)], strict=True)
         self.levels = nn.ModuleList()
         for depth, channels, dim, count, size, step in levels:
@@ -110,8 +111,7 @@ class Pyramid(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits `[B, classes]`."""
-        last = self.features(images)[-1]
-        logits: Tensor = self.head(self.norm(last.permute(0, 2, 3, 1)).mean((1, 2)))
+        logits: Tensor = self.head(self.norm(self.features(images)[-1].permute(0, 2, 3, 1)).mean((1, 2)))
         return logits
 
 

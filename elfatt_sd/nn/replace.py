@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import nn
 
 from elfatt_sd import errors as checks
-from elfatt_sd.errors import ElfattError
-from elfatt_sd.nn.attention import ElfattAttention
+from elfatt_sd.errors import ElfattError, shortened
+from elfatt_sd.nn.attention import UNKNOWN, ElfattAttention
 
 # The parts of timm's `Attention`, all of which `ElfattAttention` has.
 PARTS = {"qkv", "q_norm", "k_norm", "attn_drop", "norm", "proj", "proj_drop"}
@@ -20,32 +21,39 @@ def replace_attention(
 ) -> int:
     """Replace attention of a vision transformer by `ElfattAttention`, with its projections; train the model afterwards.
 
-    Nothing is replaced where one of the layers cannot be. LePE begins at zero.
+    Nothing is replaced where one of the layers cannot be, or where a model of timm does not run with it. LePE begins at
+    zero. `prefix_tokens` and `grid` are read from timm's `patch_embed` and what holds it; other models need them.
 
     Args:
         model: of timm, such as ViT, DeiT or DINOv2; or one whose layers of attention have the same parts.
         block_size: tokens in a window.
         every: which layers: 1 all, 2 the second, fourth and so on, as in level 3 of the paper's backbones.
         lepe: whether to add a convolution of the values.
-        **settings: further arguments of `ElfattAttention`, such as `global_fraction`.
+        **settings: `global_fraction`, `global_heads`, `agents`, `prefix_tokens` and `grid` of `ElfattAttention`.
 
     Returns:
-        The number of layers that were replaced.
+        The number of layers that were replaced; one that stands in several places is one.
 
     Raises:
         ElfattError: the attention cannot be replaced.
     """
     checks.whole("every", every, 1)
-    settings = {"prefix_tokens": getattr(model, "num_prefix_tokens", 0), **settings}
-    kind, made = type(model).__name__, dict[str, ElfattAttention]()
-    found = [name for name, module in model.named_modules() if hasattr(module, "qkv") and hasattr(module, "proj")]
-    for name in found[every - 1 :: every]:
-        old: Any = model.get_submodule(name)
+    for name in settings:
+        checks.choice("setting", name, ("global_fraction", "global_heads", "agents", "prefix_tokens", "grid"))
+    kind, made, hooks = type(model).__name__, dict[Any, ElfattAttention](), list[Any]()
+    inner: list[tuple[str, Any]] = [*model.named_modules()][1:]
+    found = [each for each in inner if {"qkv", "proj"} <= each[1]._modules.keys()]
+    owners: list[Any] = [each for each in model.modules() if hasattr(getattr(each, "patch_embed", None), "grid_size")]
+    layers: dict[Any, list[ElfattAttention]] = {each: [] for each in owners}
+    for name, old in found[every - 1 :: every]:
         if why := _reason(old):
             raise ElfattError(f"{name} of {kind} cannot be replaced: {why}; use another model, such as vit or deit.")
+        owner = next((each for each in reversed(owners) if old in {*each.modules()}), None)
         weight: Any = old.qkv.weight
-        own: Any = {"block_size": block_size, "lepe": lepe, **settings}
-        made[name] = new = ElfattAttention(weight.shape[1], old.num_heads, device="meta", dtype=weight.dtype, **own)
+        own: Any = {"prefix_tokens": getattr(owner or model, "num_prefix_tokens", 0), "grid": UNKNOWN, **settings}
+        own |= {"block_size": block_size, "lepe": lepe, "device": "meta", "dtype": weight.dtype}
+        made[old] = new = ElfattAttention(weight.shape[1], old.num_heads, **own)
+        layers.get(owner, []).append(new)
         for part, module in old.named_children():
             if part != "attn_drop":
                 setattr(new, part, module)
@@ -54,13 +62,34 @@ def replace_attention(
         new.train(old.training)
     if not made:
         raise ElfattError(f"{kind} has {len(found)} layers with qkv and proj, of which every={every} takes none.")
-    for name, new in made.items():
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, new)
-    embed = getattr(model, "patch_embed", None)
-    if isinstance(embed, nn.Module) and hasattr(embed, "grid_size") and "grid" not in settings:
-        embed.register_forward_hook(functools.partial(_tell_grid, [*made.values()]))  # a copy of the model has its own
+    failed = _failure(model)
+    holders = [(each, leaf, old) for each in model.modules() for leaf, old in each._modules.items() if old in made]
+    for holder, leaf, old in holders:
+        setattr(holder, leaf, made[old])
+    for owner in () if "grid" in settings else owners:  # a copy of the model has a hook of its own
+        hooks.append(owner.patch_embed.register_forward_hook(functools.partial(_tell_grid, layers[owner])))
+    if not failed and (why := _failure(model)):
+        for holder, leaf, old in holders:
+            setattr(holder, leaf, old)
+        for hook in hooks:
+            hook.remove()
+        raise ElfattError(f"attention of {kind} cannot be replaced: with it the model fails ({why}).")
     return len(made)
+
+
+def _failure(model: Any) -> str:
+    """Return why timm's models in a model do not run on images of their size; empty if they do. Nothing is computed."""
+    for each in (each for each in model.modules() if "input_size" in (getattr(each, "pretrained_cfg", None) or ())):
+        sides = getattr(getattr(each, "patch_embed", None), "img_size", None) or each.pretrained_cfg["input_size"][1:]
+        state = {name: value.to("meta") for name, value in [*each.named_parameters(), *each.named_buffers()]}
+        convolutions = (part for part in each.modules() if isinstance(part, nn.Conv2d) and part.groups == 1)
+        shape = (2, next((part.in_channels for part in convolutions), 3), *sides)
+        images = torch.empty(shape, device="meta", dtype=next(iter(state.values())).dtype)
+        try:
+            torch.func.functional_call(each, state, images, tie_weights=False)
+        except Exception as error:  # of whatever kind a model raises
+            return shortened(error).removesuffix(".")
+    return ""
 
 
 def _tell_grid(layers: list[ElfattAttention], embed: Any, _: Any, patches: Any) -> None:

@@ -70,9 +70,13 @@ def origin_in_words(origin: Mapping[str, Any]) -> str:
     return "{} at {}, {} steps, {}".format(*map(origin.get, ("model", "size", "steps", "scheduler")))
 
 
-def warn_of_origin(origin: Mapping[str, Any], **here: Any) -> None:
-    """Say what differs from what settings were tuned for."""
+def other_than(origin: Mapping[str, Any], **here: Any) -> str:
+    """Say what differs from what settings were tuned for; empty where nothing does."""
     said = {"weights": "other weights", "input": "a latent of {} in place of {}", "steps": "{} steps"}
     other = {name: value for name, value in here.items() if value and origin.get(name) not in (None, value)}
-    if words := ", ".join(said.get(name, name + " {}").format(other[name], origin[name]) for name in other):
+    return ", ".join(said.get(name, name + " {}").format(other[name], origin[name]) for name in other)
+
+
+def warn_of_origin(origin: Mapping[str, Any], **here: Any) -> None:
+    if words := other_than(origin, **here):
         warn("other origin", 4, origin=origin_in_words(origin), here=words)

@@ -108,11 +108,7 @@ class LayerCall:
         """Call the original processor as diffusers does, with those of the other arguments that its signature names."""
         accepted = {name: value for name, value in others.items() if name in self.patched.accepted}
         return self.patched.original(
-            attn,
-            hidden_states,
-            encoder_hidden_states=encoder_hidden_states,
-            attention_mask=attention_mask,
-            **accepted,
+            attn, hidden_states, encoder_hidden_states=encoder_hidden_states, attention_mask=attention_mask, **accepted
         )
 
     def correct(self, approximated: Callable[[], Tensor], exact: Callable[[slice], Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig, method_named
 from elfatt_sd.devices import device_name
 from elfatt_sd.drawing.studio import begin_of, check_run, check_steps, own_settings, tell_cut_prompts, versions
@@ -133,6 +134,8 @@ def tune(
     budget = Budget(closeness, speed, memory, lowest, confidence)
     check_run(steps, guidance, seed, height, width)
     check_wanted(budget, metric, prompts, images, frames)
+    for name in inputs or ():
+        checks.choice("input", name, taken(pipe).keys())
     measure = measure_named(metric, weights, str(getattr(pipe, "device", "cpu")))
     own_steps, own_guidance, own_prompts = _own(pipe)
     words = own_prompts if prompts is None else prompts
@@ -251,8 +254,7 @@ class Search:
         self._calibrate("stretches", 0, map(self.model.reference, range(len(self.stretches))))
         if self.reuse and share and len(self.stretches) > 1:
             main = unwrap(main_denoiser(self.runs.pipe))
-            cuts = [*family_of(main).cuts(main)[:1], OUTPUT]
-            self._calibrate_reuse(0, [*self._ways(cuts)])
+            self._calibrate_reuse(0, [*self._ways([*family_of(main).cuts(main)[:1], OUTPUT])])
 
     def _ways(self, cuts: Sequence[str]) -> Iterator[tuple[int, StepReuse]]:
         """Yield what stretches can take over; the first never does, and others perhaps not in a part of their steps."""
@@ -456,8 +458,7 @@ class Search:
                 config = fitted(rival.config, find_denoisers(self.runs.pipe))
                 proof = self.prove_config(rival.name, config, None)
             elif following is not None and (best is None or self._times(following) > best.point.times):
-                config = self.model.chosen(following)
-                proof = self.prove_config("tuned", config, following.psnr)
+                proof = self.prove_config("tuned", self.model.chosen(following), following.psnr)
             else:
                 break
             if following is not None and proof.point.predicted is not None:

@@ -151,8 +151,7 @@ class LayerFigures:
         found = {}
         for layer, own in data.items():
             plain = own["seconds"], own["calls"], own["copies"]
-            bases = [*map(Phase.from_dict, own["bases"])]
-            found[layer] = figures = cls(bases, {*own["lost"]}, {*own["fresh"]}, *plain)
+            found[layer] = figures = cls([*map(Phase.from_dict, own["bases"])], {*own["lost"]}, {*own["fresh"]}, *plain)
             for name in ("ratios", "errors", "effects"):
                 pairs = ((tuple(key) if isinstance(key, list) else key, values) for key, values in own[name])
                 getattr(figures, name).update(pairs)

@@ -149,8 +149,7 @@ def fingerprint(module: nn.Module) -> str:
     for name, weight in module.named_parameters():
         digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
         if weight.device.type != "meta":
-            some = weight.detach().flatten()[:: max(1, weight.numel() // 8)][:8]
-            digest.update(str(some.float().tolist()).encode())
+            digest.update(str(weight.detach().flatten()[:: max(1, weight.numel() // 8)][:8].float().tolist()).encode())
     return digest.hexdigest()[:20]
 
 

@@ -63,11 +63,7 @@ def test_other_images_are_scored_but_not_timed_anew(finished_run: Path, copy: Pa
 
 
 def test_a_row_that_fails_is_in_the_results_with_its_reasons_and_tried_again(
-    full_protocol: Protocol,
-    finished_run: Path,
-    shared_cache: None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    full_protocol: Protocol, finished_run: Path, shared_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what a stage wrote is made again where it is lost. What is timed and measured is that of another run."""
     real, black, third = generate.make_batch, "image 0 is black", full_protocol.cells[2].name

@@ -37,6 +37,12 @@ def module(**settings: Any) -> ElfattAttention:
         (lambda: module(global_fraction=0.01), "global_fraction=0.01 leaves one half no head"),
         (lambda: module(global_heads="mean"), "global_heads='mean' is not known; accepted: effatt, agent, focused"),
         (lambda: module(attn_drop=0.1), "attn_drop=0.1"),
+        (lambda: module(agents=0), "agents=0"),
+        (lambda: module(grid=4), "grid=4 is not accepted; give two whole numbers"),
+        (lambda: module(grid=(-4, -4)), r"grid=\(-4, -4\)"),
+        (lambda: module(prefix_tokens=4)(torch.zeros(1, 4, 16)), "4 tokens with prefix_tokens=4"),
+        (lambda: pyramid("swin-t", "effatt", global_fraction=0.5), "global_fraction is not accepted .*'effatt'"),
+        (lambda: replace_attention(nn.Linear(2, 2), qk_norm=True), "setting='qk_norm' is not known; accepted: gl"),
         (lambda: module()(torch.zeros(1, 17, 16)), r"17 tokens with prefix_tokens=0 .* give grid=\(rows, columns\)"),
         (lambda: module(prefix_tokens=1)(torch.zeros(1, 4, 4, 16)), "4 x 4 tokens with prefix_tokens=1"),
         (lambda: module(grid=(3, 5))(torch.zeros(1, 16, 16)), "16 tokens .* 3 x 5"),
@@ -159,11 +165,24 @@ def test_timm_builds_models_with_it() -> None:
         ("beit_base_patch16_224", {"depth": 2, "embed_dim": 24, "num_heads": 2}, "relative_position_bias_table"),
         ("eva02_tiny_patch14_224", {"depth": 2}, "EvaAttention"),
         ("vit_tiny_patch16_224", {"attn_drop_rate": 0.1}, "attn_drop=0.1"),
+        ("vit_tiny_patch16_224", {"img_size": 64, "patch_drop_rate": 0.5, **VIT}, "9 tokens .* do not fill 4 x 4"),
+        ("nest_tiny", {"img_size": 64}, "do not fill"),
+        ("naflexvit_base_patch16_gap", {"depth": 1}, r"0 x 0; give grid=\(rows, columns\)"),  # of a grid it hides
     ],
 )
 def test_what_cannot_be_replaced_is_named(name: str, settings: Any, why: str) -> None:
     model = timm_model(name, **settings)
     kinds = [type(each) for each in model.modules()]
-    with pytest.raises(ElfattError, match=f"attn of {type(model).__name__} cannot be replaced: .*{why}"):
+    with pytest.raises(ElfattError, match=f"(attn|attention) of {type(model).__name__} cannot be replaced: .*{why}"):
         replace_attention(model, every=1)
     assert [type(each) for each in model.modules()] == kinds
+
+
+def test_one_layer_in_two_places_and_a_model_within_another() -> None:
+    model = nn.Sequential(timm_model("vit_tiny_patch16_224", img_size=(32, 64), **VIT))
+    model[0].blocks[1].attn = model[0].blocks[0].attn
+    with pytest.raises(ElfattError, match="Attention has 0 layers"):
+        replace_attention(model[0].blocks[0].attn, every=1)
+    assert replace_attention(model, every=1) == 3 and model[0].blocks[1].attn is model[0].blocks[0].attn
+    model(torch.randn(1, 3, 32, 64))
+    assert {(block.attn.grid, block.attn.prefix_tokens) for block in model[0].blocks} == {((2, 4), 1)}

@@ -419,11 +419,7 @@ KINDS = (flat, classes, linked_classes, parquet, tables)
 
 
 def build(
-    source: Path | str,
-    cache: Path,
-    extractor: Extractor | None = None,
-    classes: Sequence[int] = (),
-    **wanted: Any,
+    source: Path | str, cache: Path, extractor: Extractor | None = None, classes: Sequence[int] = (), **wanted: Any
 ) -> Reference:
     chosen = protocols.ReferenceChoice(str(source), **{"count": PHOTOS, **wanted})
     return build_reference(chosen, extractor or regions(), classes, cache_dir=cache)

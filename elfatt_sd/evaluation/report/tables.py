@@ -123,14 +123,15 @@ def told_apart(table: Table) -> tuple[Table, str]:
     """Leave out the columns that are the same in all rows, and say what stands there."""
     kept, same, missing = [0], list[str](), list[str]()
     for place, title in list(enumerate(table.titles))[1:]:
-        entries = (line.entries[place] for line in table.lines)
+        entries = [line.entries[place] for line in table.lines]
         texts = [f"{each.text} {each.small}".strip() for each in entries if each.text not in (REFERENCE, DASH)]
+        some = " (where a row has one)" * any(each.kind == "setting" and each.text == DASH for each in entries)
         if len(set(texts)) > 1 or len(texts) == 1:
             kept.append(place)
         elif texts[:1] == [MISSING]:
             missing.append(title)
         elif texts:
-            same.append(f"{title.rstrip(' ↑↓')}: {texts[0]}")
+            same.append(f"{title.rstrip(' ↑↓')}: {texts[0]}{some}")
     said = [f"The same in all rows: {'; '.join(same)}."] * bool(same)
     said += [f"Not measured: {', '.join(missing)}."] * bool(missing)
     lines = [replace(line, entries=[line.entries[place] for place in kept]) for line in table.lines]
@@ -405,8 +406,7 @@ def findings(results: Results) -> list[str]:
     if unreadable:
         gaps.append(f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}.")
     gaps += [f"Failed: {join_names(failed)}."] if failed else []
-    parts = [_verdicts(results), _null(results), _speed(results), " ".join(gaps)]
-    return [part for part in parts if part]
+    return [part for part in [_verdicts(results), _null(results), _speed(results), " ".join(gaps)] if part]
 
 
 def comparison(results: Results) -> str:
