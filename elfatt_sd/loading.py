@@ -182,7 +182,8 @@ def kind_of_file(path: Path) -> str:
     if path.suffix.lower() == ".safetensors":
         try:
             with safe_open(path, framework="np") as file:
-                channels = file.get_slice(_FIRST).get_shape()[1] if _FIRST in list(file.keys()) else 0
+                names = list(file.keys())
+                channels = file.get_slice(_FIRST).get_shape()[1] if _FIRST in names else 0
         except (OSError, SafetensorError) as error:
             raise ElfattError(f"model={str(path)!r} is not a readable .safetensors file: {shortened(error)}") from error
     else:

@@ -112,8 +112,7 @@ def data_uri(kind: str, content: bytes) -> str:
 
 def _webp(picture: Image.Image, frames: int, rate: float) -> str:
     height, every = picture.height // frames, -(-frames // _FRAMES)
-    tops = range(0, picture.height, every * height)
-    shown = [picture.crop((0, top, picture.width, top + height)) for top in tops]
+    shown = [picture.crop((0, top, picture.width, top + height)) for top in range(0, picture.height, every * height)]
     return webp(shown, _EDGE, duration=round(1000 * every / rate), loop=0)
 
 
