@@ -178,7 +178,9 @@ def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
     origin["weights"] = fingerprint(pipe.unet)
     config = PatchConfig("tuned", (Phase(1.0, "sampled", keys=16),), origin=origin)
     words = f"small at 32x32, 4 steps, {scheduler}"
-    assert f"tuned for {words}: " in str(elfatt_sd.plan(pipe, config))
+    assert f"tuned for {words}: None\n" in str(elfatt_sd.plan(pipe, config))
+    elsewhere = str(elfatt_sd.plan(pipe, config, height=64, width=32, steps=3))
+    assert f"tuned for {words}: None; here: a latent of 32x16 in place of 16x16, 3 steps\n" in elsewhere
     assert fingerprint(other) == fingerprint(copy.deepcopy(pipe.unet).bfloat16()) == fingerprint(pipe.unet)
     other.conv_in.weight.data.neg_()
     assert fingerprint(other) != fingerprint(pipe.unet) and not fingerprint(other.to("meta"))

@@ -96,7 +96,8 @@ def test_bad_sizes_are_one_line(pipe: Any) -> None:
     """Of the latent, for a bare UNet."""
     no_clips, no_height = "frames=3 .*; a .* makes no clips", "height=.* is not accepted; give a positive multiple of 2"
     bad: list[tuple[Any, Any, str]] = [(pipe, {"height": each}, no_height) for each in (-8, 0, 33, "64", 64.0)]
-    for target, size, says in [*bad, (pipe, {"frames": 3}, no_clips), (pipe.unet, {"frames": 3}, no_clips)]:
+    few = [(pipe, {"steps": each}, "steps=.* is not accepted") for each in (0, "ten")]
+    for target, size, says in [*bad, (pipe, {"frames": 3}, no_clips), (pipe.unet, {"frames": 3}, no_clips), *few]:
         with pytest.raises(elfatt_sd.ElfattError, match=says):
             elfatt_sd.plan(target, "tome", **size)
     assert elfatt_sd.plan(pipe.unet, "tome", frames=1).grid.frames == 1

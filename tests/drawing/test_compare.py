@@ -73,6 +73,8 @@ def test_from_python_a_method_that_changed_nothing_says_so(pipe: Any) -> None:
     assert trial.recommendation().startswith("No method changed the image")
     with pytest.raises(ElfattError, match="method='faster'"):
         try_methods(pipe, PROMPT, methods=("faster",), steps=2)
+    with pytest.raises(ElfattError, match="repeats=0 is not accepted"):
+        try_methods(pipe, PROMPT, repeats=0)
 
 
 RECOMMENDED = (

@@ -227,6 +227,8 @@ def test_a_modular_pipeline(folder: Path, asked: dict[str, Any]) -> None:
     assert not elfatt_sd.is_patched(pipe)
     with pytest.raises(ElfattError, match="UNet2DConditionModel cannot be tuned; give a pipeline"):
         tune(pipe.unet, closeness=30, **asked)
+    with pytest.raises(ElfattError, match="input='nope' is not known; accepted: "):
+        tune(pipe, closeness=30, inputs={"nope": 1}, **asked)
 
 
 def test_no_effect_is_said(small: Any, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
