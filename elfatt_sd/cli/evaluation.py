@@ -166,16 +166,17 @@ def score_command(run: RunDir, quiet: Quiet = False, as_json: Json = False) -> N
 
 
 @app.command("report")
-def report_command(run: RunDir) -> None:
+def report_command(run: RunDir, as_json: Json = False) -> None:
     """Write the page, the tables and the plots of a run from what was measured so far."""
     from elfatt_sd.evaluation.report.data import load_results
     from elfatt_sd.evaluation.report.page import write_report
-    from elfatt_sd.evaluation.run import RunFolder
+    from elfatt_sd.evaluation.run import RESULTS_FILE, RunFolder
 
     opened = RunFolder.open(run)
     with opened.writing():
         opened.write_results()
-        typer.echo(write_report(load_results(run)))
+        page = write_report(load_results(run))
+        typer.echo((run / RESULTS_FILE).read_bytes() if as_json else page)
 
 
 @app.command("verify")

@@ -70,7 +70,7 @@ class Pyramid(nn.Module):
         depths: Sequence[int],
         dims: Sequence[int],
         heads: Sequence[int],
-        block_size: int | Sequence[int] | None = 49,
+        block_size: int | Sequence[int] = 49,
         *,
         attention: str = "elfatt",
         every: Sequence[int] = (1, 1, 2, 0),

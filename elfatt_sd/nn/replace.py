@@ -82,11 +82,10 @@ def _failure(model: Any) -> str:
     for each in (each for each in model.modules() if "input_size" in (getattr(each, "pretrained_cfg", None) or ())):
         sides = getattr(getattr(each, "patch_embed", None), "img_size", None) or each.pretrained_cfg["input_size"][1:]
         state = {name: value.to("meta") for name, value in [*each.named_parameters(), *each.named_buffers()]}
-        convolutions = (part for part in each.modules() if isinstance(part, nn.Conv2d) and part.groups == 1)
-        shape = (2, next((part.in_channels for part in convolutions), 3), *sides)
-        images = torch.empty(shape, device="meta", dtype=next(iter(state.values())).dtype)
+        first = next((part for part in each.modules() if isinstance(part, nn.Conv2d) and part.groups == 1), None)
+        shape, dtype = (2, first.in_channels if first else 3, *sides), next(each.parameters()).dtype
         try:
-            torch.func.functional_call(each, state, images, tie_weights=False)
+            torch.func.functional_call(each, state, torch.empty(shape, device="meta", dtype=dtype), tie_weights=False)
         except Exception as error:  # of whatever kind a model raises
             return shortened(error).removesuffix(".")
     return ""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from elfatt_sd.attention.softmax import efficient_attention
 from elfatt_sd.nn import ElfattAttention, pyramid
 
 ALL196, AT384 = {"block_size": (196, 196, 196, 49)}, {"block_size": (576, 576, 576, 144)}
@@ -160,6 +161,8 @@ def test_the_module_is_the_papers_equations(
 
 @pytest.mark.parametrize("kind", ["effatt", "agent", "focused"])
 def test_gradients_are_right(kind: str) -> None:
+    ones = torch.ones(2, 9, 3, 4, dtype=torch.float64)
+    torch.testing.assert_close(efficient_attention(*torch.randn(2, *ones.shape, dtype=torch.float64), ones), ones)
     settings: Any = {"block_size": 4, "prefix_tokens": 1, "grid": (3, 4), "agents": 4, "dtype": torch.float64}
     module = ElfattAttention(8, 2, global_heads=kind, **settings)
     assert torch.autograd.gradcheck(module, torch.randn(1, 13, 8, dtype=torch.float64, requires_grad=True))
