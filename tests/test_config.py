@@ -156,8 +156,7 @@ ORIGIN = {"model": "toy", "steps": 25, "versions": {"elfatt-sd": "0.1.0"}}
 
 def test_settings_keep_their_origin_in_files_alone(tmp_path: Path) -> None:
     """Until one is changed; older files have none. What is hashed or compared does not depend on it."""
-    tuned = dataclasses.replace(SAVED[-1], origin=ORIGIN)
-    tuned.save(tmp_path / "elfatt_sd.json")
+    dataclasses.replace(SAVED[-1], origin=ORIGIN).save(tmp_path / "elfatt_sd.json")
     loaded = PatchConfig.load(tmp_path)  # the folder
     assert (loaded.origin, method_named(str(tmp_path)).origin) == (ORIGIN, ORIGIN)
     assert loaded == SAVED[-1] and hash(loaded) == hash(SAVED[-1]) and loaded.to_dict() == SAVED[-1].to_dict()

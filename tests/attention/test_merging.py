@@ -29,8 +29,7 @@ def found(
     x: Tensor, height: int, width: int, ratio: float = 0.5, stride: int = 2, choice: Tensor | None = None
 ) -> Matching | None:
     places = split_grid(height, width, stride, None if choice is None else choice.to(x.device), x.device)
-    split = Split.of(places, (height // stride) * (width // stride))
-    return match_candidates(find_candidates(x, split), ratio)
+    return match_candidates(find_candidates(x, Split.of(places, (height // stride) * (width // stride))), ratio)
 
 
 def match(*given: Any, **options: Any) -> Matching:

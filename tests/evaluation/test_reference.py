@@ -92,8 +92,7 @@ def test_what_is_no_image_or_hidden_is_passed_over(tmp_path: Path) -> None:
     for name in (*seen, *hidden, "cat/scan.txt", "dog/weights.bin"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(red)
-    found = [Path(entry.name).name for entry in open_source(tmp_path).entries]
-    assert found == ["scan.gif", "map.pgm", "photo.avif"]
+    assert [Path(entry.name).name for entry in open_source(tmp_path).entries] == ["scan.gif", "map.pgm", "photo.avif"]
     with pytest.raises(ElfattError, match="has 3 images; accepted are 7"):
         build(tmp_path, tmp_path / ".cache", count=7)
 
@@ -151,8 +150,7 @@ def test_images_are_decoded_as_pytorch_fid_and_clean_fid_do() -> None:
     for mode in ("1", "L", "P", "RGB", "CMYK"):
         content = encoded(Image.fromarray(pixels).convert(mode), "TIFF")
         assert decode(content).tobytes() == Image.open(io.BytesIO(content)).convert("RGB").tobytes()
-    clear = encoded(Image.new("RGBA", (1, 1), (200, 0, 0, 0)), "PNG")
-    assert decode(clear).getpixel((0, 0)) == (255, 255, 255)
+    assert decode(encoded(Image.new("RGBA", (1, 1), (200, 0, 0, 0)), "PNG")).getpixel((0, 0)) == (255, 255, 255)
     image = Image.new("RGB", (8, 4), "white")
     exif = image.getexif()
     exif[0x0112] = 6  # rotate by a quarter

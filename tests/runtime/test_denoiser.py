@@ -178,8 +178,7 @@ def test_a_bare_unet_in_a_loop_of_ones_own(pipe: Any, positions: list[Position])
     positions.clear()
     for number in (999, 800, 799, 500, 0, torch.tensor(900), torch.tensor([900, 900])):
         unet(given[0], number, given[1])
-    early = [position.step < 0.2 * position.steps for position in positions]
-    assert early == [True] * 2 + [False] * 3 + [True] * 2
+    assert [position.step < 0.2 * position.steps for position in positions] == [True] * 2 + [False] * 3 + [True] * 2
     with pytest.raises(ElfattError, match=r"scheduler\.timesteps"):  # a step that is not known, where it matters
         unet(given[0], torch.tensor([10, 900]), given[1])
     elfatt_sd.apply_patch(unet, "tome")

@@ -66,8 +66,7 @@ def test_agent_sd_follows_its_recipe() -> None:
     assert q.shape[2] == 256 - int(0.4 * 256)
     agents = layer.heads(layer.attention.to_q(layer.matching(0.95).merge(layer.tokens)))
     assert agents.shape[2] == 16  # all but one of each 4x4 tokens
-    mixed = softmax(q, agents, softmax(agents, k, v), scale=q.shape[3] ** (-0.5 * 0.3)) + 0.075 * v
-    layer.check(merge, mixed)
+    layer.check(merge, softmax(q, agents, softmax(agents, k, v), scale=q.shape[3] ** (-0.5 * 0.3)) + 0.075 * v)
 
 
 @torch.no_grad()
@@ -79,8 +78,7 @@ def test_elfatt_splits_heads() -> None:
     agents = torch.stack([part.mean(dim=2) for part in qa.tensor_split(12, dim=2)], dim=2)
     block = torch.repeat_interleave(torch.tensor([32] * 4))  # of 30 tokens, or what tiles 128 of them
     first = softmax(qa, agents, softmax(agents, ka, va))
-    second = softmax(qb, kb, vb, allowed=block[:, None] == block)
-    layer.check(merge, torch.cat([first, second], dim=1))
+    layer.check(merge, torch.cat([first, softmax(qb, kb, vb, allowed=block[:, None] == block)], dim=1))
 
 
 PHASES = {

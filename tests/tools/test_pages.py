@@ -100,8 +100,7 @@ def test_commands_publish_and_fill_pages(run: Path, tmp_path: Path, capsys: Any)
     (measured / "merging.png").write_bytes(b"old")
     marks = ["eval toy_full difference", "eval none", "compare none a b", "pareto plot none"]
     marks += ["bench merging ours tomesd", "bench suite/a-part", "bench none", "bench suite/none ours"]
-    text = f"# Page\n\nbefore\n\n{page_of(*marks)}\nafter\n"
-    page.write_text(text)
+    page.write_text(f"# Page\n\nbefore\n\n{page_of(*marks)}\nafter\n")
     for kind, results in (("eval", published), ("bench", measured)):
         words = [kind, str(page), "--results"]
         before = page.read_text()

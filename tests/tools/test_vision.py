@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -33,6 +35,16 @@ def test_partner_and_object_tell_the_answers_and_each_alone_nothing(shift: int) 
     assert right[drawn.pattern, torch.arange(64)][drawn.scored].all()
     assert abs(right[0][drawn.scored].float().mean() - 0.5) < 0.1
     assert abs(drawn.labels[drawn.scored].float().mean() - 0.5) < 0.05
+
+
+def test_elfatt_learns_what_windows_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which objects have the colour of the dotted one, which is in another window; a minute on a slow core."""
+    table = dataclasses.replace(training.TABLES["matching"], draw=functools.partial(scenes.matching, side=32), side=32)
+    monkeypatch.setitem(training.TABLES, "matching", table)
+    effort = training.Effort(300, 300, torch.device("cpu"), float("inf"))
+    rows = (training._trained(tmp_path, "matching", row, 0, effort) for row in ("local", "elfatt"))
+    local, elfatt = (torch.tensor(row["scores"]["matching"]).mean() for row in rows)
+    assert local < 0.55 < 0.65 < elfatt
 
 
 def test_runs_go_on_and_tables_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,8 +48,7 @@ def test_what_is_promised_holds() -> None:
         figures = simulated.tunings(pictures, asked, 150)
         assert figures["promised"] > 0.85 and figures["false"] < 0.03 and figures["bound below mean"] > 0.9
         assert figures["images"] < 20 and figures["dB above"] < 8
-    tight = simulated.Pictures([35.0], [np.zeros(64)])
-    assert simulated.false_promises(tight, 20) == 0
+    assert simulated.false_promises(simulated.Pictures([35.0], [np.zeros(64)]), 20) == 0
     loose = simulated.false_promises(skewed["normal"], 300, confidence=0.6)
     assert loose > simulated.false_promises(skewed["normal"], 300)
 

@@ -193,8 +193,7 @@ def test_rows_are_told_apart_and_joined_if_they_differ_in_one_number(sweep):
     assert ("-", 6) in series and ("None", 12) in series, "joined are shares of steps, not ratios and block sizes"
     sweep["rows"] = sweep["rows"][:2] + sweep["rows"][22:]
     (legend,) = closeness_over_time(Results.of(sweep)).figure.legends
-    names = [text.get_text() for text in legend.get_texts()]
-    assert names == ["ELFATT with…fifth of all steps", "ToMe, then exact"]
+    assert [text.get_text() for text in legend.get_texts()] == ["ELFATT with…fifth of all steps", "ToMe, then exact"]
 
 
 def test_the_stepped_line_joins_rows_that_none_beats_in_both():

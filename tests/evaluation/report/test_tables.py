@@ -123,8 +123,7 @@ def test_identical_and_lost_pictures_are_counted(results):
     small = [entry.small for entry in psnr]
     assert small == ["(64 of 64)", f"[{low:.2f}, {high:.2f}], 3 of 64 identical", "(61 of 64)"]
     lowest = columns(more_table(shown))["Lowest PSNR, dB"]
-    said = [entry.text for entry in lowest[-3:]]
-    assert said == ["identical", f"{some['lowest']:.1f}", f"{most['lowest']:.1f}"]
+    assert [entry.text for entry in lowest[-3:]] == ["identical", f"{some['lowest']:.1f}", f"{most['lowest']:.1f}"]
     assert [entry.note for entry in lowest[1:4]] == ["(64 below 20)", "(1 below 20)", ""]
     assert [row.psnr is None for row in shown.rows[-3:]] == [True, False, True], "which have no place in plots"
 
