@@ -397,12 +397,11 @@ def headline(results: Results) -> str:
 
 
 def findings(results: Results) -> list[str]:
-    """Speak of verdicts, chance, speed, and what limits the run: few images or rounds, unreadable ones, failed rows."""
+    """Speak of verdicts, chance, speed, and what limits the run: few images, unreadable ones, failed rows."""
     unreadable = [*dict.fromkeys(name for part in results.reference.values() for name in part.unreadable)]
     failed = [row.name for row in results.rows if row.failed]
     limit = results.protocol.get("limit")
     gaps = [f"A quick look: every row was limited to {plural(limit, 'image')}."] if limit else []
-    gaps += [f"Time: {results.timing['note']}."] if results.timing.get("note") else []
     if unreadable:
         gaps.append(f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}.")
     gaps += [f"Failed: {join_names(failed)}."] if failed else []

@@ -203,7 +203,7 @@ def test_four_findings(results, sweep, snapshot):
     speed(results, [(1.5, 1.6, 1.7)])
     results["rows"][1]["distances"]["FD-toy"]["difference"]["verdict"] = "worse"
     results["protocol"]["limit"] = 8
-    results["environment"]["timing"] = {"note": "only 2 repeats; take 5 or more", "environment": {"device": "GPU"}}
+    results["environment"]["timing"] = {"environment": {"device": "GPU"}}
     results["reference"]["FD-toy"]["unreadable"] = ["a.png (truncated)", "b.png (truncated)"]
     assert [findings(Results.of(results)), findings(Results.of(sweep))] == snapshot
     results["rows"] = [row for row in results["rows"] if row["role"] != "null"]
