@@ -302,7 +302,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], Path]]] = {  # of models that not
     "wan": ("WanPipeline", tiny_transformers.write_wan),
 }
 SIDES = {"toy": 64, "qwen_image": 64}
-EXACT = {"toy": ["elfatt-quality"], "qwen_image": ["elfatt", "elfatt-quality"]}
+EXACT = {"toy": ["elfatt-quality"], "flux": ["elfatt-quality"], "qwen_image": ["elfatt", "elfatt-quality"]}
 OWN = """
 [[cells]]
 label = "own"
