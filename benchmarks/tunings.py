@@ -105,6 +105,11 @@ def main() -> None:
             f"| {each:g} | {len(means)} of {len(found)} | {middle} | {held} of {len(found)} "
             f"| {statistics.median(counts or [0]):g} | {cost:.0f} |"
         )
+    proved = [row for found in rows.values() for row in found if row["others"]]
+    below = sum(row["promised"] <= statistics.fmean(row["others"]) for row in proved)
+    costs = [row["untouched_images"] for row in rows[asked[0]]]
+    print(f"\nbound below the mean of others: {below} of {len(proved)}", end="; ")
+    print(f"first tunings took {min(costs):.0f} to {max(costs):.0f} untouched images")
 
 
 if __name__ == "__main__":

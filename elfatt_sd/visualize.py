@@ -447,7 +447,8 @@ def _panels(look: Look, image: Image.Image | None) -> Iterator[tuple[str, str, N
         darkest = max(_most(weights[seen]), 3 * float(weights[seen].mean())) if seen.any() else 1.0
         colours = colormaps["YlGnBu"](0.12 + 0.88 * np.clip(weights / darkest, 0, 1) ** 0.6)
         colours[:, 3] = seen
-        return f"; darkest: {darkest:.2%} or more{(f'; {text:.0%} is from the text' if text else '')}", on_grid(colours)
+        from_text = f"; {text:.0%} is from the text" if text else ""
+        return f"; darkest: {darkest:.2%} or more{from_text}", on_grid(colours)
 
     if image is not None:
         yield "image", "the finished image; the query is the small square", np.asarray(image.convert("RGB")), True

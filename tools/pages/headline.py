@@ -31,10 +31,8 @@ def headline_table(chosen: Sequence[tuple[Results, Row]], benchmarks: Path) -> s
     calls = {title: _speeds(benchmarks / f"{name}.json") for name, title in CALLS.items()}
     titles = ["method", "closeness (PSNR)", "toy, 256", *calls]
     lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
-    places: dict[str, list[str]] = {}
-    for results, row in chosen:
-        places.setdefault(_place(results), []).append(f"`{row.method}`")
-    first, *others = sorted(places, key=lambda place: -len(places[place]))
+    places = _places(chosen)
+    first, *others = places
     for results, row in chosen:
         psnr, speed = row.psnr, row.timed["unet"].speed if _place(results) == first else None
         cells = ["" if psnr is None else f"{fixed(psnr.value, 1)} dB"]
@@ -53,7 +51,7 @@ def headline_table(chosen: Sequence[tuple[Results, Row]], benchmarks: Path) -> s
 
 
 def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
-    """Draw the closeness of rows over their speed, of the rows that have the first one's machine.
+    """Draw the closeness of rows over their speed, of the rows of the machine that most are of.
 
     Args:
         chosen: rows, each with its run.
@@ -65,7 +63,7 @@ def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
     marks = zip(itertools.cycle(METHODS), itertools.cycle("oDP^svXp"))  # of this plot: the rows are of several runs
     for (run, row), (colour, marker) in zip(chosen, marks):  # noqa: B905  # the marks have no end
         psnr, speed = row.psnr, row.timed["unet"].speed
-        if _place(run) != _place(chosen[0][0]):
+        if _place(run) != next(iter(_places(chosen))):
             continue
         if psnr is None or speed is None:
             raise ElfattError(f"row {row.name!r} of {run.name} has no closeness or no time, and no place in the plot.")
@@ -80,6 +78,14 @@ def draw_headline(chosen: Sequence[tuple[Results, Row]]) -> Chart:
     axes.set_ylabel("PSNR to untouched, dB (up is closer)")
     figure.legend(loc="outside upper left", ncols=3, fontsize=_TEXT)
     return Chart("headline", "Closeness over speed", "", figure)
+
+
+def _places(chosen: Sequence[tuple[Results, Row]]) -> dict[str, list[str]]:
+    """Return the methods that each machine ran, of most rows first."""
+    places: dict[str, list[str]] = {}
+    for results, row in chosen:
+        places.setdefault(_place(results), []).append(f"`{row.method}`")
+    return dict(sorted(places.items(), key=lambda each: -len(each[1])))
 
 
 def _place(results: Results) -> str:
