@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 from pathlib import Path
@@ -64,6 +65,23 @@ def row_of(pipe: Any, asked: float, number: int, given: argparse.Namespace) -> d
     return row
 
 
+def lost_to_care(rows: dict[float, list[dict[str, Any]]], asked: float) -> str:
+    """Say how much faster settings would be whose images are just as close as asked, on a line through what was found.
+
+    It interpolates the logarithm of the median speed over the mean closeness.
+    """
+    points = {}
+    for each, found in rows.items():
+        if proved := [row for row in found if row["others"]]:
+            close = statistics.fmean(statistics.fmean(row["others"]) for row in proved)
+            points[each] = close, math.log(statistics.median(statistics.median(row["speed"]) for row in proved))
+    for (low, fast), (high, slow) in itertools.pairwise(sorted(points.values())):
+        if asked in points and low <= asked <= high:
+            careless = fast + (slow - fast) * (asked - low) / (high - low)
+            return f"{1 - math.exp(points[asked][1] - careless):.1%}"
+    return ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="toy, toy-dit, or a folder")
@@ -77,7 +95,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, help="pixels of a side; the model's own if not given")
     given = parser.parse_args()
     os.environ["ELFATT_SD_CACHE"] = str(given.images / "cache")
-    tuning.Store = lambda key: Store({**key, "samples": None})  # type: ignore[assignment, misc]
+    tuning.Store = lambda key: Store({**key, "samples": None})  # type: ignore[assignment, attr-defined]
     pipe, asked = None, given.asked or [30.0, 35.0, 40.0, 45.0]
     rows: dict[float, list[dict[str, Any]]] = {each: [] for each in asked}
     for number, each in itertools.product(range(given.first, given.tunings), asked):
@@ -93,8 +111,8 @@ def main() -> None:
             f"{row['promised']:.1f} dB, {statistics.fmean(row['others']):.1f} on others" if row["others"] else "nothing"
         )
         print(f"{each:g} dB, tuning {number + 1}: {said}", flush=True)
-    print("| asked, dB | promised | mean of 64 others | least | held | images of a proof | untouched images in all |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| asked, dB | promised | mean of 64 others | least | held | images of a proof | untouched | speed lost |")
+    print("|", " ---: |" * 8)
     for each, found in rows.items():
         means = [statistics.fmean(row["others"]) for row in found if row["others"]]
         held = sum(mean >= each for mean in means) + len(found) - len(means)  # nothing promised is nothing broken
@@ -103,7 +121,7 @@ def main() -> None:
         cost = statistics.median(row["untouched_images"] for row in found)
         print(
             f"| {each:g} | {len(means)} of {len(found)} | {middle} | {held} of {len(found)} "
-            f"| {statistics.median(counts or [0]):g} | {cost:.0f} |"
+            f"| {statistics.median(counts or [0]):g} | {cost:.0f} | {lost_to_care(rows, each)} |"
         )
     proved = [row for found in rows.values() for row in found if row["others"]]
     below = sum(row["promised"] <= statistics.fmean(row["others"]) for row in proved)
