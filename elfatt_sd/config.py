@@ -211,7 +211,8 @@ class PatchConfig:
             raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
         if (written := data.get("format", FORMAT)) != FORMAT:
             raise ElfattError(f"format={written!r} is that of a later version of elfatt-sd; pip install -U elfatt-sd.")
-        [origin] = objects_of("origin", [data.get("origin", {})])
+        if not isinstance(origin := data.get("origin", {}), Mapping):
+            raise ElfattError(f"origin={origin!r} is not accepted; give an object.")
         data = {name: value for name, value in data.items() if name not in ("format", "origin")}
         known_keys("", data, _SAVED)
         own = []
@@ -405,7 +406,10 @@ def _file_of(place: str | os.PathLike[str]) -> Path:
     if path.exists() or not is_hub_id(name):
         return path
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import logging
 
+    level = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)  # each of its retries is a line
     try:
         return Path(hf_hub_download(name, SETTINGS))
     except Exception as error:
@@ -413,6 +417,8 @@ def _file_of(place: str | os.PathLike[str]) -> Path:
         if is_unreachable(error):
             failed, why = ElfattFailure, "the hub cannot be reached"
         raise failed(f"config={name!r} is not on this machine, and {why}: {shortened(error)}") from error
+    finally:
+        logging.set_verbosity(level)
 
 
 _AUTO = dataclasses.replace(PRESETS[FAST], method=AUTO)

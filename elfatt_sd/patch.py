@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, Unpack
@@ -98,6 +98,8 @@ def warn_if_slower(planned: Plan) -> None:
 def _class_names(take_over: Any) -> tuple[str, ...]:
     """Return the names of classes that `take_over` stands for: names, or the classes themselves."""
     given = [take_over] if isinstance(take_over, str | type) else take_over
+    if not isinstance(given, Iterable) or not all(isinstance(each, str | type) for each in given):
+        raise ElfattError(f"take_over={take_over!r} is not accepted; give names of classes, or classes.")
     return tuple(each.__name__ if isinstance(each, type) else each for each in given)
 
 

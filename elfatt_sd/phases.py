@@ -309,8 +309,9 @@ def reused_steps(reuse: tuple[StepReuse, ...], steps: int) -> tuple[StepReuse | 
     found, start, in_a_row = list[StepReuse | None](), 0, 0
     for each in reuse:
         end = math.ceil(each.until * steps - 1e-9)
+        after = max(start + each.first, each.order + 1) if each.every <= end - start else end
         for step in range(start, end):
-            takes = start + each.first <= step < end - each.last and step > each.order and in_a_row < each.every - 1
+            takes = after <= step < end - each.last and in_a_row < each.every - 1
             in_a_row = in_a_row + 1 if takes else 0
             found.append(each if takes else None)
         start = max(start, end)
@@ -319,11 +320,12 @@ def reused_steps(reuse: tuple[StepReuse, ...], steps: int) -> tuple[StepReuse | 
 
 def words_of_reuse(reuse: tuple[StepReuse, ...], steps: int) -> list[str]:
     """Say what steps take over: a map of a run of so many steps."""
-    if not reuse:
-        return []
-    letters = "".join("." if each is None else str(each.order) for each in reused_steps(reuse, steps))
-    cuts = " and ".join(dict.fromkeys(each.cut for each in reuse))
-    return [f"of {steps} steps ('.' computes everything, a number is the order), some take over {cuts}: {letters}"]
+    plan, lines = reused_steps(reuse, steps), list[str]()
+    for cut in dict.fromkeys(each.cut for each in reuse):
+        letters = "".join("." if each is None or each.cut != cut else str(each.order) for each in plan)
+        said = f"of {steps} steps ('.' computes everything, a number is the order), some take over {cut}: {letters}"
+        lines.append(said if letters.strip(".") else f"of {steps} steps none can take over {cut}; give more steps")
+    return lines
 
 
 def check_stretches(name: str, stretches: object, kind: type[Phase | StepReuse]) -> None:

@@ -185,7 +185,8 @@ class Plan:
             )
         rows += [str(self.call)] if self.blueprints else []
         rows += words_of_reuse(self.config.reuse, self.steps or _STEPS)
-        for each in {each.cut: each for each in self.config.reuse}.values() if self.blueprints else ():
+        by_order = sorted(self.config.reuse, key=lambda each: each.order)
+        for each in {each.cut: each for each in by_order}.values() if self.blueprints else ():
             work, kept = self._taking_over(each)
             what = f"a step that takes over {each.cut}: {giga(work)} G multiply-adds"
             rows.append(f"{what}; kept for each image: {readable(kept)} in 16 bits")

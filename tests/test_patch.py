@@ -192,7 +192,7 @@ def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
             said = pytest.warns(UserWarning, match=f"these settings were tuned for {words}; here: {here}. What")
             with said if says else contextlib.nullcontext():
                 picture_of(pipe, **{"steps": 4, **given})
-    for name, here in {"weights": "other weights", "scheduler": f"scheduler {scheduler}"}.items():
+    for name, here in {"weights": "another model, or other weights", "scheduler": f"scheduler {scheduler}"}.items():
         with pytest.warns(UserWarning, match=f"here: {here}. What was promised"):
             elfatt_sd.apply_patch(pipe, dataclasses.replace(config, origin={**origin, name: "else"}))
         with pytest.warns(UserWarning, match="here: 2 steps. What"):  # of the run, too

@@ -168,6 +168,9 @@ def generate(
     results: list[Result] = []
     studio = Studio(pipe, request, out)
     if explain:
+        if step is not None:
+            pipe.scheduler.set_timesteps(studio.steps)
+            checks.whole("step", step, 1, len(pipe.scheduler.timesteps))
         with studio.patched():
             watched_layers(pipe, layer)
     images = request.num_images * len(prompts)
@@ -308,8 +311,10 @@ def patch(
         )
     else:
         from elfatt_sd.families.shapes import sketch
+        from elfatt_sd.loading import pick_device, pick_dtype
 
         quiet_libraries()
+        pick_dtype(from_where.dtype, pick_device(from_where.device))
         pipe = sketch(model)
     steps = chosen.config.origin.get("steps") or (EMBEDDED[model].steps if model in EMBEDDED else None)
     planned = plan(pipe, chosen.config, height=height, width=width, steps=steps, autotune=chosen.autotune)

@@ -85,7 +85,7 @@ def build_patch(
     settings = {NAMES.get(name, name): value for name, value in options.items() if value is not None}
     settings |= dict(map(name_and_value, set or ()))
     if config_file is None:
-        config = method_named(method := method or DEFAULT)
+        config = method_named(method := DEFAULT if method is None else method)
         source = json.dumps(method)
     elif method is None:
         config = PatchConfig.load(config_file)

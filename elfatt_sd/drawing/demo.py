@@ -130,7 +130,7 @@ def draw_for_page(
     own_warnings = dict.fromkeys(str(each.message) for each in caught if "elfatt-sd" in str(each.message))
     left, right = (f"**{row.caption()[0]}**" for row in (untouched, own))
     source = f"elfatt_sd.PatchConfig.load({Path(file).name!r})" if file else repr(method)
-    lines = f"pipe = elfatt_sd.load_pipeline({model!r})\nelfatt_sd.apply_patch(pipe, {source})"
+    lines = f"import elfatt_sd\n\npipe = elfatt_sd.load_pipeline({model!r})\nelfatt_sd.apply_patch(pipe, {source})"
     figures = "\n".join(filter(None, [*said, *own_warnings]))
     saved = json.dumps(config.to_dict(), indent=2)
     return (untouched.picture, own.picture), left, right, figures, lines, saved, str(planned)

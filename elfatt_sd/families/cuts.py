@@ -128,15 +128,16 @@ class Block(Part):
 class Whole(Part):
     """A denoiser or ControlNet whose whole output is taken over."""
 
-    like: Any = None  # its output, with a number for each tensor: a copy of PyTorch's `TreeSpec` warns
+    like: Any = None  # its output, with whether each leaf is a tensor: a copy of PyTorch's `TreeSpec` warns
 
     def skip(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Taking) -> Any:
         leaves = iter((call.taken or {}).values())
-        return tree_map(lambda _: next(leaves).clone(), self.like)
+        return tree_map(lambda kept: next(leaves).clone() if kept else None, self.like)
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, call: Taking) -> None:
-        self.like = tree_map(lambda _: 0, output)
-        call.kept |= {str(place): leaf.detach().clone() for place, leaf in enumerate(tree_leaves(output))}
+        self.like = tree_map(torch.is_tensor, output)
+        tensors = filter(torch.is_tensor, tree_leaves(output))
+        call.kept |= {str(place): leaf.detach().clone() for place, leaf in enumerate(tensors)}
 
 
 def _some_layers(block: Any, layers: slice) -> Any:
@@ -212,6 +213,9 @@ class Cuts:
         """Return what a call takes over, by the name of its cut; or what it keeps, where a later one may."""
         plan = reused_steps(self._reuse, steps)
         now = plan[step]
+        for known in history.values():  # of a guidance that was off meanwhile, for instance
+            if known and step - known[-1][0] > max(each.every for each in self._reuse):
+                known.clear()
         if now is not None and len(history.get(now.cut, ())) > now.order:
             return {now.cut: Taking(extrapolated(history[now.cut], now.order, step))}
         return {later.cut: Taking() for later in plan[step + 1 :] if later is not None}

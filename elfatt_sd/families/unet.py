@@ -67,8 +67,13 @@ class UNet(Family):
 
     def cuts(self, module: Any) -> list[str]:
         """Return where it may be cut: `shallow-N` runs the last N layers, and the first N - 1, in every step."""
-        last = getattr(module, "up_blocks", [None])[-1]
-        return [f"shallow-{layers}" for layers in range(1, len(getattr(last, "resnets", ())))]
+        last: Any = getattr(module, "up_blocks", [None])[-1]
+        layers = [*getattr(last, "resnets", ())]
+        stacks = [part for name, part in getattr(last, "_modules", {}).items() if name != "upsamplers"]
+        alike = all(isinstance(stack, nn.ModuleList) and len(stack) == len(layers) for stack in stacks)
+        if not alike or any(getattr(each, "in_channels", 1) <= getattr(each, "out_channels", 0) for each in layers):
+            return []  # some join no layer on the way down, or have several attentions
+        return [f"shallow-{number}" for number in range(1, len(layers))]
 
     def _stacks(self, module: nn.Module) -> dict[str, list[nn.Module]]:
         return {}  # its blocks do not follow each other alone

@@ -37,7 +37,10 @@ def replace_attention(
     Raises:
         ElfattError: the attention cannot be replaced.
     """
+    if not isinstance(model, nn.Module):
+        raise ElfattError(f"{type(model).__name__} has no layers to replace; give a model of PyTorch.")
     checks.whole("every", every, 1)
+    checks.flag("lepe", lepe)
     for name in settings:
         checks.choice("setting", name, ("global_fraction", "global_heads", "agents", "prefix_tokens", "grid"))
     kind, made, hooks = type(model).__name__, dict[Any, ElfattAttention](), list[Any]()

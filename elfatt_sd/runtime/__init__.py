@@ -37,10 +37,14 @@ TEXTS = {
         "{method} approximates no step of this run, which begins with step {first} of {steps}; give more steps, or "
         "settings that approximate in these, such as active_fraction=1 or residual_steps=1."
     ),
+    "no reuse": (
+        "no step of this run, which begins with step {first} of {steps}, takes over from earlier ones; give more steps, "
+        "or a stretch that is longer than its first and last steps and than every."
+    ),
     "no grid": "the image tokens of this call are not a grid of rows and columns; they stay exact.",
     "no schedule": (
         "{method} adds in one step what it measured in another, and these calls are on no schedule: they are exact. "
-        f"{_ITERATE}, or give residual_steps=1."
+        f"{_ITERATE}, or give residual_steps=1, and no reuse."
     ),
     "noise level": (
         "these calls are on no schedule of a scheduler that the calling functions hold; the phase of each is that of "
@@ -72,7 +76,7 @@ def origin_in_words(origin: Mapping[str, Any]) -> str:
 
 def other_than(origin: Mapping[str, Any], **here: Any) -> str:
     """Say what differs from what settings were tuned for; empty where nothing does."""
-    said = {"weights": "other weights", "input": "a latent of {} in place of {}", "steps": "{} steps"}
+    said = {"weights": "another model, or other weights", "input": "a latent of {} in place of {}", "steps": "{} steps"}
     other = {name: value for name, value in here.items() if value and origin.get(name) not in (None, value)}
     return ", ".join(said.get(name, name + " {}").format(other[name], origin[name]) for name in other)
 

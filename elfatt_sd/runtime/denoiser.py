@@ -25,7 +25,7 @@ from elfatt_sd.families import Given, family_of, find_denoisers, unwrap
 from elfatt_sd.families.cuts import OUTPUT, Cuts, Stand, Taking, put_back
 from elfatt_sd.families.joint import forget_read
 from elfatt_sd.methods import Grid
-from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.phases import EXACT, Phase, reused_steps
 from elfatt_sd.runtime import warn, warn_of_origin
 from elfatt_sd.runtime.autotune import Tuner
 from elfatt_sd.runtime.call import Call, LayerCall, Repeats, leaves
@@ -248,7 +248,7 @@ class Patch:
             values = {key: value.clone() for key, value in own.items()} if call.given.compiled else own
             history.setdefault(name, deque(maxlen=orders[name] + 1)).append((call.step, values))
         if call.last:  # what decodes the latents needs the memory
-            memory.history.clear()
+            history.clear()  # the other calls of the step may still take over
 
     def _before_copy(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Pre-hook of the state of the first convolution alone, which is asked for to build another model of it."""
@@ -447,6 +447,8 @@ class Patch:
         if scheduled:
             if step == run.first and not config.approximates(step, steps):
                 self.warn("idle", first=step + 1, steps=steps)
+            elif step == run.first and self._cuts and not any(reused_steps(config.reuse, steps)[step:]):
+                self.warn("no reuse", first=step + 1, steps=steps)
         elif self._cuts or any(phase.residual_steps > 1 for phase in config.all_phases):
             self.warn("no schedule")
         elif position not in (ANYWHERE, BEYOND) and not torch.is_grad_enabled() and self.layers[0].layer.joint:

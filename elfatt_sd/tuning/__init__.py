@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import os
+import random
 import shutil
 import statistics
 import time
@@ -61,6 +62,7 @@ NEAR = 3.0  # dB above what was aimed at, at which a faster choice is looked for
 LEAST_LACK = 1.0  # dB that a choice is closer than one that was not proved
 SHARES = (0.5, 0.25, 0.25)  # of the error that a promise may have, for the first choice that is proved, and the next
 _EFFECTS = 1.5  # untouched images that the effects of layers on the denoiser's output may cost
+_GIVEN = {"prompt", "generator", "num_inference_steps", "output_type", "return_dict", "num_images_per_prompt"}
 _FIGURES = 7  # version of what is measured
 _COMPARED = 2  # images of the search that presets are run with
 
@@ -134,11 +136,14 @@ def tune(
     budget = Budget(closeness, speed, memory, lowest, confidence)
     check_run(steps, guidance, seed, height, width)
     check_wanted(budget, metric, prompts, images, frames)
+    if not isinstance(inputs or {}, Mapping):
+        raise ElfattError(f"inputs={inputs!r} is not accepted; give a dict.")
     for name in inputs or ():
-        checks.choice("input", name, taken(pipe).keys())
+        checks.choice("input", name, taken(pipe).keys() - _GIVEN)
     measure = measure_named(metric, weights, str(getattr(pipe, "device", "cpu")))
     own_steps, own_guidance, own_prompts = _own(pipe)
-    words = own_prompts if prompts is None else prompts
+    words = [*(own_prompts if prompts is None else prompts)]
+    random.Random(0).shuffle(words)  # a list may begin with what is easy, and the first images may do
     samples = [Sample(words[number % len(words)], seed + number) for number in range(SEARCHED + images)]
     steps, guidance = own_steps if steps is None else steps, own_guidance if guidance is None else guidance
     settings = DrawSettings(steps, guidance, height, width, frames, negative_prompt, inputs or {})
@@ -338,7 +343,11 @@ class Search:
     def choose(self) -> Choice:
         """Return the best choice for the budget by what is known so far."""
         if not self.budget.by_speed:
-            return self._at(self._predicted_for(self._aim()))
+            choice = self._at(self._predicted_for(self._aim()))
+            if self._times(choice) >= WORTH or self.budget.closeness is None:
+                return choice
+            worth = [each for each in self.curve if self._times(each) >= WORTH]
+            return max(worth, key=lambda each: each.psnr, default=choice)  # it may be as close, or the nearest
         aimed = max([AIMED, *(proof.point.times / proof.speed_bound for proof in self.proofs)])
         wanted = self.seconds * (1 - 1 / (aimed * (self.budget.speed or 1.0))) / self.realised
         enough = [choice for choice in self.curve if choice.saved >= wanted]
@@ -509,6 +518,11 @@ class Search:
             close = tuple(map(self.measure.between, untouched, tuned))
             speed = ratios(compared.times["untouched"], compared.times["tuned"])
             point = Point(name, config, predicted, close, speed, compared.busy())
+            distinct = {b"".join(each.tobytes() for each in one.frames) for one in untouched}
+            if len(distinct) < look or (len({*close}) == 1 and math.isfinite(close[0])):
+                raise ElfattError(
+                    "held-out images are the same, or equally close; give other prompts, or another metric."
+                )
             proof = Proof(point, self.held_out[:look], untouched, tuned, promise, self.measure, self.budget.confidence)
             if proof.holds(self.budget) or proof.hopeless(self.budget):
                 break

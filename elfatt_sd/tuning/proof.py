@@ -34,6 +34,7 @@ _RANGES = {"psnr": (0.0, 100.0), "ssim": (-1.0, 1.0)}  # distances have no great
 _ANY = {"low": -math.inf, "high": math.inf}  # its range is that of the measure
 FEWEST, EVERY = 8, 4  # images before the first look at them, and from one look to the next
 LEAST_SKEW = 0.5  # to far, of the distribution of closeness: few images do not show what is rare
+_MOST = 1000  # images
 _HOPELESS = 1.3  # standard errors by which the images to come would have to be closer than those that were drawn
 _PATHS = 50_000  # that are simulated to find the level of a look
 
@@ -61,6 +62,8 @@ class Budget:
                 "speed (1.5)."
             )
         checks.fields(self)
+        if self.confidence == 0.5:  # the mean itself
+            raise ElfattError("confidence=0.5 is not accepted; give a number above 0.5 and below 1.")
 
     @property
     def by_speed(self) -> bool:
@@ -100,11 +103,11 @@ def check_wanted(
     if closeness is not None and lowest is not None and (lowest > closeness) is (metric not in ("lpips", "dists")):
         asked = f"the mean, closeness={closeness:g}"
         raise ElfattError(f"lowest={lowest:g} is not accepted; the worst image cannot be closer than {asked}.")
-    words = () if isinstance(prompts, str) else (prompts or ())
+    words = [] if prompts is None or isinstance(prompts, str) else [*prompts]
     written = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
     if prompts is not None and (not written or len(set(words)) < 2):
         raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
-    checks.whole("images", images, FEWEST)  # fewer promise nothing of a mean
+    checks.whole("images", images, FEWEST, _MOST)  # fewer promise nothing of a mean
     if frames is not None:
         checks.whole("frames", frames, 1)
 
@@ -122,7 +125,8 @@ class Measure:
         """Return how close two images, or the frames of two clips, are."""
         with in_one_line(f"metric {self.name!r} cannot compare two images"):
             pairs = zip(untouched.frames, other.frames, strict=True)
-            value = float(np.mean([float(self.compare(one, two)) for one, two in pairs]))
+            most = 100.0 if self.unit == "dB" and not untouched.same(other) else math.inf  # of equal frames of a clip
+            value = float(np.mean([min(most, float(self.compare(one, two))) for one, two in pairs]))
         if math.isnan(value) or (math.isinf(value) and not untouched.same(other)):
             raise ElfattError(
                 f"metric {self.name!r} gives {value} for two images; give one that always gives a number."
@@ -259,8 +263,8 @@ class Promise:
         return float(known.mean()), spread, max(skew, LEAST_SKEW)
 
     def excludes(self, count: int) -> float:
-        """Return the fraction of images that are below the lowest of so many, at most."""
-        return 1.0 - float(self.error ** (1 / count))
+        """Return the fraction of images that are below the lowest of so many, at most; rounded up to percents."""
+        return math.ceil(100 * (1 - float(self.error ** (1 / count)))) / 100
 
 
 @dataclass(frozen=True)
@@ -311,12 +315,20 @@ class Proof:
             or not budget.keeps(self.measure, nearest, self.lowest, peak=peak_of(self.tuned))
         )
 
+    @property
+    def promised(self) -> str:
+        """The bound in words, rounded to the side where it holds."""
+        factor = self.measure.sign * 10**self.measure.digits
+        return self.measure.words(float(np.floor(self.bound * factor) / factor))
+
     def words(self) -> str:
-        words, images, digits = self.measure.words, len(self.samples), self.measure.digits
-        return (
-            f"{words(self.bound)} promised ({self.confidence:.0%} confidence, {images} images): mean "
-            f"{self.point.mean:.{digits}f}, {'lowest' if self.measure.higher else 'highest'} {self.lowest:.{digits}f}"
-        )
+        digits, differ = self.measure.digits, [value for value in self.point.closeness if math.isfinite(value)]
+        said = f"{self.promised} promised ({100 * self.confidence:g}% confidence, {len(self.samples)} images)"
+        if not differ:
+            return said
+        some = f" of the {len(differ)} that differ" * (len(differ) < len(self.samples))
+        end = f"{'lowest' if self.measure.higher else 'highest'} {self.lowest:.{digits}f}"
+        return f"{said}: mean {statistics.fmean(differ):.{digits}f}{some}, {end}"
 
     def with_origin(self, pipe: Any, budget: Budget, record: dict[str, Any]) -> PatchConfig:
         """Return settings that were proved, with what their file, and whoever applies them, is told."""

@@ -143,6 +143,7 @@ class Tuned:
             "asked": dataclasses.asdict(self.budget),
             "metric": self.measure.name,
             "proof": proof,
+            "nearest": self.nearest and {**_point(self.nearest.point), "promised": _finite(self.nearest.bound)},
             "points": list(map(_point, self.points)),
             "untouched_seconds": self.untouched_seconds,
             "noise_floor": _finite(self.floor),
