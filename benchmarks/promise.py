@@ -84,10 +84,10 @@ class Runs:
     def draw(self, sample: Sample, config: float | None = None) -> Drawn:
         seconds = 1.0 if config is None else 0.5
         self.drawn += seconds
-        value = math.inf
+        value = 1000.0 + sample.seed  # another one for each untouched image
         if config is not None:
             value = self.pictures.closeness(config + self.off, self.images[sample.seed])
-        return Drawn((value,), seconds)  # type: ignore[arg-type]
+        return Drawn((np.float64(value),), seconds)  # type: ignore[arg-type]
 
     def stage(self, name: str, images: float) -> None:
         """Tell nobody."""
@@ -102,7 +102,8 @@ class Tuning(Search):
     def __init__(self, budget: Budget, runs: Runs, images: int) -> None:
         samples = [Sample("", number) for number in range(SEARCHED + images)]
         store = SimpleNamespace(drawn=lambda sample, make: None)
-        super().__init__(runs, samples, budget, Measure("PSNR", lambda _, value: value, unit="dB", digits=1), store)  # type: ignore[arg-type]
+        measure = Measure("PSNR", lambda _, value: float(value), unit="dB", digits=1)  # type: ignore[arg-type]
+        super().__init__(runs, samples, budget, measure, store)  # type: ignore[arg-type]
         self.model: Any = Model()
         self.curve = [Choice({}, 0.0, 0.0, math.inf)]
         self.curve += [Choice({}, 0.8 - level / 100, 255**2 / 10 ** (level / 10), level) for level in reversed(LEVELS)]

@@ -38,8 +38,8 @@ TEXTS = {
         "settings that approximate in these, such as active_fraction=1 or residual_steps=1."
     ),
     "no reuse": (
-        "no step of this run, which begins with step {first} of {steps}, takes over from earlier ones; give more steps, "
-        "or a stretch that is longer than its first and last steps and than every."
+        "no step of this run, which begins with step {first} of {steps}, takes over from earlier ones; give more steps "
+        "or a longer stretch: with its first and last steps it is too short."
     ),
     "no grid": "the image tokens of this call are not a grid of rows and columns; they stay exact.",
     "no schedule": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import diffusers
@@ -17,9 +18,10 @@ import elfatt_sd
 from elfatt_sd import PatchConfig, Phase, StepReuse
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, main_denoiser
-from elfatt_sd.families.cuts import Stand, Taking, extrapolated
+from elfatt_sd.families.cuts import Cuts, Stand, Taking, Whole, extrapolated
 from elfatt_sd.phases import reused_steps
 
+UNKNOWN = torch.zeros(())
 UNET = {"prompt_embeds": tiny_transformers.embeds(width=32), "height": 32, "width": 32, "output_type": "latent"}
 
 
@@ -71,6 +73,7 @@ def test_steps_are_planned_before_the_run() -> None:
     assert planned(12, early, late) == "xx00x0x2x2xx"
     assert planned(12, StepReuse(0.5, first=1, last=0)) == "xx1x1xxxxxxx"
     assert planned(6, StepReuse()) == "xxxxxx"
+    assert planned(12, StepReuse(0.5, every=7, first=0, last=0)) == 12 * "x", "longer than the stretch"
 
 
 def test_extrapolation_is_exact_for_polynomials() -> None:
@@ -158,6 +161,31 @@ def test_with_attention_with_guidance_and_without() -> None:
         assert not torch.equal(draw(pipe, **negative), once)
 
 
+def test_calls_of_a_step_take_over_together() -> None:
+    """Guidance in two calls: in the last step too. Where it was off for a while, it begins anew."""
+    pipe, run = made("Qwen-Image")
+    module, calls = main_denoiser(pipe), list[str]()
+    with elfatt_sd.patched(pipe, reusing("output", first=3, last=0)):
+        module.register_forward_pre_hook(lambda *_: calls.append("1"))
+        module.transformer_blocks[0].register_forward_pre_hook(lambda *_: calls.append("x"))
+        run(num_inference_steps=8)
+    assert "".join(calls) == 3 * "1x1x" + 2 * "111x1x" + "11"
+    cuts, known = Cuts(reusing("output").reuse, family_of(module), module), [(step, {"": UNKNOWN}) for step in (0, 1)]
+    assert cuts.takings(2, 12, {"output": deque(known)})["output"].taken is not None
+    for step in (8, 9):
+        assert cuts.takings(step, 12, {"output": deque(known)})["output"].taken is None
+
+
+def test_what_has_no_such_cut_has_its_output() -> None:
+    """UNets whose last layers join none on the way down; ControlNets that have no residuals of a kind."""
+    blocks = {"down_block_types": 2 * ("SkipDownBlock2D",), "up_block_types": 2 * ("SkipUpBlock2D",)}
+    unet = diffusers.UNet2DModel(8, block_out_channels=(16, 32), norm_num_groups=8, **blocks)
+    assert family_of(unet).cuts(unet) == []
+    whole, call, output = Whole(unet), Taking(), ([UNKNOWN, UNKNOWN], None)
+    whole.keep((), {}, output, call)
+    assert whole.skip(lambda: None, (), {}, Taking(call.kept)) == output
+
+
 @pytest.mark.parametrize("hooks_first", [True, False])
 @pytest.mark.parametrize("package", ["accelerate", "diffusers"])
 def test_hooks_that_bring_weights_still_run(package: str, hooks_first: bool) -> None:
@@ -224,6 +252,10 @@ def test_what_cannot_be_reused_is_exact_and_said_once() -> None:
     untouched = draw(pipe, steps=3)
     with elfatt_sd.patched(pipe, reusing()), pytest.warns(UserWarning, match="approximates no step of this run"):
         assert torch.equal(draw(pipe, steps=3), untouched)
+    both = PatchConfig("both", (Phase(1.0, "sampled", keys=8),), reuse=reusing().reuse)
+    with elfatt_sd.patched(pipe, both), pytest.warns(UserWarning, match="no step of this run, .* takes over"):
+        draw(pipe, steps=3)
+    assert "of 3 steps none can take over shallow-1" in str(elfatt_sd.plan(pipe, both, height=32, width=32, steps=3))
     with pytest.raises(ElfattError, match=r"cut='blocks-1-0' is not .* has shallow-1, output"):
         elfatt_sd.apply_patch(pipe, reusing("blocks-1-0"))
     assert not elfatt_sd.is_patched(pipe)

@@ -63,7 +63,7 @@ def test_a_bound_is_students_and_lower_with_skew() -> None:
     assert Promise(24, 0.1).bound([math.inf] * 8) == math.inf
     assert Promise(24, 0.1).bound([*values, math.inf]) == Promise(24, 0.1).bound([*values, 40.0]), "identical images"
     assert Promise(24, 0.1).looks == (8, 12, 16, 20, 24) and Promise(9, 0.1).looks == (9,)
-    assert Promise(24, 0.1).excludes(22) == pytest.approx(0.0994, abs=1e-3)
+    assert Promise(24, 0.1).excludes(22) == 0.1, "9.94 %, rounded up"
 
 
 def test_when_it_is_decided() -> None:
@@ -83,6 +83,9 @@ def test_when_it_is_decided() -> None:
     ):
         assert (proof(close).holds(budget), proof(close).hopeless(budget)) == (holds, hopeless), budget
     assert proof(close * 3).holds(Budget(38, lowest=39))
+    assert proof([math.inf] * 8).words() == "identical promised (90% confidence, 8 images)"
+    assert proof([60.0, math.inf] * 4).words().endswith("mean 60.00 of the 4 that differ, lowest 60.00")
+    assert proof([34.996] * 8).promised == "PSNR 34.99", "never rounded up"
     noisy = proof(close, [1.0, 3.0] * 4)
     assert not noisy.holds(Budget(speed=1.5)) and noisy.point.times > 1.5, "a speed is promised by its bound, too"
     distances = proof([0.1, 0.2] * 4, higher=False)
