@@ -24,30 +24,16 @@ from torch import Tensor, nn
 import elfatt_sd
 from elfatt_sd import errors as checks
 from elfatt_sd.attention.ordering import BLOCK_ORDERS, Grid
+from elfatt_sd.benchmarking import variants
 from elfatt_sd.benchmarking.report import Results, Session
-from elfatt_sd.benchmarking.variants import (
-    AUTOTUNED,
-    COMPILED,
-    FLOOR,
-    PEER,
-    UNPATCHED,
-    Size,
-    Variant,
-    forget_residuals,
-    grid_side,
-    height_and_width,
-    latest_calls,
-    line_up,
-    resolve_methods,
-)
+from elfatt_sd.benchmarking.variants import PEER, UNPATCHED, Size, Variant, height_and_width, line_up, resolve_methods
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import standard_normal
 from elfatt_sd.drawing.studio import check_steps, dimensions_of, exact_size, warn_if_too_large
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.families.base import PlainProjections
-from elfatt_sd.families.shapes import SHAPES as SHAPES
-from elfatt_sd.families.shapes import UNET_NAMES, Dimensions, call_arguments, empty_model
+from elfatt_sd.families.shapes import SHAPES, UNET_NAMES, Dimensions, call_arguments, empty_model
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax, attentions, is_own
@@ -179,7 +165,7 @@ def layer(
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
-    sides = {count: grid_side(count) for count in sorted(tokens)}
+    sides = {count: variants.grid_side(count) for count in sorted(tokens)}
     Blocks(block_size)  # checks it
     made_by: Any = functools.partial(_module_calls, attention) if attention else layer_calls
     make = functools.partial(made_by, batch=batch, block_size=block_size, device=place, dtype=precision)
@@ -330,8 +316,8 @@ def unet(
     batches = (batch, 2 * batch) if memory is None else memory
     chosen = resolve_methods(methods, **settings)
     made = model if isinstance(model, Model) else make_model(model, place, precision, variant, sizes)
-    own: dict[str, Any] = {"ending": COMPILED * compile + AUTOTUNED * autotune, "competitors": competitors}
-    lineup = line_up(chosen, made.unet, by_phase=True, named=methods is not None, **own)
+    end = variants.COMPILED * compile + variants.AUTOTUNED * autotune
+    lineup = line_up(chosen, made.unet, by_phase=True, named=methods is not None, ending=end, competitors=competitors)
     about: dict[str, Any] = {
         "model": model if isinstance(model, str) else "given",
         "dtype": str(precision).removeprefix("torch."),
@@ -339,9 +325,8 @@ def unet(
         "variants": lineup.described(),
         **({"variant": variant} if variant else {}),
     }
-    record = (session or Session()).begin(
-        "unet", place, about, **lineup.details((UNPATCHED, PEER, UNPATCHED + COMPILED))
-    )
+    bases = UNPATCHED, PEER, UNPATCHED + variants.COMPILED
+    record = (session or Session()).begin("unet", place, about, **lineup.details(bases))
     keys = [{"size": size, "batch": batch} for size in sizes]
 
     def lose(name: str, error: Exception) -> None:
@@ -349,7 +334,7 @@ def unet(
             record.lose(key, name, error)
 
     units = units_of(made, lineup.variants, lose)
-    measured = [name for name, variant in lineup.variants.items() if name in units and variant.kind != FLOOR]
+    measured = [name for name, variant in lineup.variants.items() if name in units and variant.kind != variants.FLOOR]
     for key in keys:
         inputs = made.inputs(key["size"], batch)
         calls = {
@@ -366,15 +351,15 @@ def unet(
     return record.results
 
 
-def units_of(made: Model, variants: Mapping[str, Variant], lose: Callable[[str, Exception], object]) -> dict[str, Any]:
+def units_of(made: Model, by_name: Mapping[str, Variant], lose: Callable[[str, Exception], object]) -> dict[str, Any]:
     """Put every variant on its own copy of the model; what cannot be put there is lost."""
     units: dict[str, Any] = {}
-    for name, variant in variants.items():
+    for name, variant in by_name.items():
         try:
             units[name] = variant.install(copy_structure(made.unet))
         except Exception as error:
             lose(name, error)
-    if any(variant.compiled for variant in variants.values()):
+    if any(variant.compiled for variant in by_name.values()):
         # The copies share the code of their class, so that each is an entry in the cache of what it was compiled to.
         import torch._dynamo
 
@@ -382,7 +367,7 @@ def units_of(made: Model, variants: Mapping[str, Variant], lose: Callable[[str, 
         limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # before PyTorch 2.6
         setattr(config, limit, max(getattr(config, limit), 16 * len(units)))
     return {
-        name: torch.compile(unit, dynamic=False) if variants[name].compiled else unit for name, unit in units.items()
+        name: torch.compile(unit, dynamic=False) if by_name[name].compiled else unit for name, unit in units.items()
     }
 
 
@@ -390,8 +375,8 @@ def _peak(unet: Any, call: Call, variant: Variant, device: torch.device) -> int 
     """Measure the peak memory of a call, with all that it keeps for later ones."""
     if variant.compiled:
         peak_memory(call, device)  # compiles
-    forget_residuals(unet)
-    for kept in latest_calls(unet):
+    variants.forget_residuals(unet)
+    for kept in variants.latest_calls(unet):
         kept.matchings.clear()
     return peak_memory(call, device)
 
@@ -434,7 +419,7 @@ def pipeline(
     for size in sizes:
         dimensions_of(pipe).check(*height_and_width(size))
         warn_if_too_large(pipe, *height_and_width(size), rows=2, batch=batch)
-    measured = [name for name, each in lineup.variants.items() if memory and each.kind != FLOOR]
+    measured = [name for name, each in lineup.variants.items() if memory and each.kind != variants.FLOOR]
     for size in sizes:
         calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}
         warm_up = {name: functools.partial(_run, each, inputs, size, min(steps, 5)) for name, each in twins.items()}

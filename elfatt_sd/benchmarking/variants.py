@@ -37,12 +37,9 @@ COMPILED, AUTOTUNED, KEPT = ", compiled", ", autotuned", ", freed memory kept"  
 MERGING: Method = "tome"  # the preset that does what the package tomesd does
 # Attentions that no preset has as they are, after exact early steps.
 ALONE: dict[str, PatchConfig] = {
-    name: PatchConfig(name, (Phase(0.2), phase))
-    for name, phase in {
-        "spread": Phase(1.0, "block", block_order="spread"),
-        "cell_spread": Phase(1.0, "cell_spread", block_order="spread"),
-        "sampled": Phase(1.0, "sampled"),
-    }.items()
+    "spread": PatchConfig("spread", (Phase(0.2), Phase(1.0, "block", block_order="spread"))),
+    "cell_spread": PatchConfig("cell_spread", (Phase(0.2), Phase(1.0, "cell_spread", block_order="spread"))),
+    "sampled": PatchConfig("sampled", (Phase(0.2), Phase(1.0, "sampled"))),
 }
 VARIATIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("tome", {"reuse_layers": True}),

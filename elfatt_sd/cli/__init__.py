@@ -19,27 +19,9 @@ from rich.text import Text
 import elfatt_sd
 from elfatt_sd import __version__
 from elfatt_sd import errors as checks
-from elfatt_sd.cli import bench, evaluation
+from elfatt_sd.cli import bench, evaluation, options
 from elfatt_sd.cli.console import OneLineErrors, adds_options, complain, optional, output, process, quiet_libraries
-from elfatt_sd.cli.options import (
-    DEFAULT,
-    DRAWING_OPTIONS,
-    METHODS,
-    METRICS,
-    MODELS,
-    SHAPE_NAMES,
-    Graphs,
-    Height,
-    Json,
-    PatchOptions,
-    PipelineOptions,
-    PromptFile,
-    Width,
-    build_patch,
-    takes_drawing,
-    takes_patch,
-    takes_source,
-)
+from elfatt_sd.cli.options import DEFAULT, METHODS, MODELS, SHAPE_NAMES, Json, PatchOptions, PipelineOptions
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable, write_file
 from elfatt_sd.toy import EMBEDDED, PROMPT
@@ -103,15 +85,15 @@ def progress(
 
 
 @app.command()
-@takes_patch
-@takes_source()
-@takes_drawing
+@options.takes_patch
+@options.takes_source()
+@options.takes_drawing
 def generate(
     chosen: PatchOptions,
     drawing: dict[str, Any],
     source: Any,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="Prompts to draw.")] = None,
-    prompt_file: PromptFile = None,
+    prompt_file: options.PromptFile = None,
     model: Annotated[str, typer.Option(help=f"{MODELS}.")] = "toy",
     seed: Annotated[int, typer.Option(help="Seed of each prompt's first image; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Images for each prompt.")] = 1,
@@ -120,7 +102,7 @@ def generate(
         bool, typer.Option("--compare", help="Draw untouched and patched images, side by side.")
     ] = False,
     each: Annotated[bool, typer.Option("--each", help="Accept prompts of one word: draw each one.")] = False,
-    graphs: Graphs = False,
+    graphs: options.Graphs = False,
     explain: Annotated[
         bool,
         typer.Option(
@@ -177,7 +159,8 @@ def generate(
     with progress(images, 2 * images + 1 if compare else images, say) as (studio.on_step, on_image):
         for result in compared(studio) if compare else studio.results():
             results.append(result if len(results) < SHOWN else replace(result, pair=None))
-            on_image(result.summary(), result.fault and f"{result.path}: {result.fault}")
+            said = result.figures or f"{result.seconds:.2f} s"
+            on_image(f"{result.path}\n  {said}", result.fault and f"{result.path}: {result.fault}")
     seconds = median(result.seconds for result in results)
     say(f"{len(results)} written; {seconds:.2f} s from prompt to image (median); {results[-1].memory}")
     close = [result.psnr_db for result in results if result.psnr_db is not None]
@@ -214,8 +197,8 @@ def _explain(studio: Studio, results: Sequence[Result], wanted: dict[str, Any], 
 
 
 @app.command(name="try")
-@takes_source()
-@takes_drawing
+@options.takes_source()
+@options.takes_drawing
 def try_methods(
     drawing: dict[str, Any],
     source: Any,
@@ -223,7 +206,7 @@ def try_methods(
     prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="The prompt to draw.")] = None,
     models: Annotated[list[str] | None, typer.Option("--model", help="Another model; several times.")] = None,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="Another prompt; several times.")] = None,
-    prompt_file: PromptFile = None,
+    prompt_file: options.PromptFile = None,
     seed: Annotated[int, typer.Option(help="Seed of all images.")] = 0,
     repeats: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
     methods: Annotated[
@@ -284,14 +267,14 @@ def _check_file(save: Path | None) -> None:
 
 
 @app.command()
-@takes_patch
-@takes_source("cpu")
+@options.takes_patch
+@options.takes_source("cpu")
 def patch(
     chosen: PatchOptions,
     source: Any,
     model: Annotated[str, typer.Argument(help=f"{MODELS}; {', '.join(SHAPE_NAMES)} load nothing.")] = "toy",
-    height: Height = None,
-    width: Width = None,
+    height: options.Height = None,
+    width: options.Width = None,
     as_json: Json = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
 ) -> None:
@@ -323,7 +306,7 @@ def patch(
         chosen = chosen._replace(config=planned.config, arguments=written)
     if save is not None:
         chosen.config.save(save)
-        chosen = build_patch(config_file=str(save), autotune=chosen.autotune)
+        chosen = options.build_patch(config_file=str(save), autotune=chosen.autotune)
     lines = ["import elfatt_sd", "", from_where.python(), f"elfatt_sd.apply_patch(pipe, {chosen.arguments})"]
     if as_json:
         print(json.dumps({**planned.to_dict(), "model": model, "python": lines}, indent=2))
@@ -333,9 +316,9 @@ def patch(
 
 
 TUNE_OPTIONS: dict[str, tuple[Any, Any]] = {  # of `tune`, that go on as they are
-    "metric": (Annotated[str, typer.Option(help=f"{', '.join(METRICS)}.")], "psnr"),
+    "metric": (Annotated[str, typer.Option(help=f"{', '.join(options.METRICS)}.")], "psnr"),
     "weights": optional(Path, metavar="FILE", help="Of the network of lpips and dists, torchvision's file."),
-    **{name: option for name, option in DRAWING_OPTIONS.items() if name != "scheduler"},
+    **{name: option for name, option in options.DRAWING_OPTIONS.items() if name != "scheduler"},
     "frames": optional(int, help="Of a clip; the model's own if not given."),
     "seed": (Annotated[int, typer.Option(help="Of the first image; the next ones count up.")], 0),
     "images": optional(int, "--num-images", default=24, help="For the proof at most; they end when it is decided."),
@@ -345,7 +328,7 @@ TUNE_OPTIONS: dict[str, tuple[Any, Any]] = {  # of `tune`, that go on as they ar
 
 
 @app.command()
-@takes_source()
+@options.takes_source()
 @adds_options("asked", TUNE_OPTIONS, dict)
 def tune(
     source: Any,
@@ -358,7 +341,7 @@ def tune(
     speed: Annotated[float | None, typer.Option(help="Speed, at least: times as fast as untouched.")] = None,
     memory: Annotated[float | None, typer.Option(help="Peak memory in GiB, at most.")] = None,
     confidence: Annotated[float, typer.Option(help="With which closeness and speed are promised.")] = 0.9,
-    prompts: PromptFile = None,
+    prompts: options.PromptFile = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the settings as JSON, for --config.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a page with the curve and images.")] = None,
     as_json: Json = False,

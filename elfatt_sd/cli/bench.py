@@ -13,19 +13,7 @@ import typer
 
 from elfatt_sd import errors as checks
 from elfatt_sd.cli.console import FAILURE, adds_options, name_and_value, optional, output, quiet_libraries
-from elfatt_sd.cli.options import (
-    ALONE,
-    METHODS,
-    MODELS,
-    PEER,
-    PEERS,
-    SHAPE_NAMES,
-    UNET_NAMES,
-    Device,
-    Dtype,
-    Graphs,
-    Variant,
-)
+from elfatt_sd.cli.options import ALONE, LOADING, METHODS, MODELS, PEER, PEERS, SHAPE_NAMES, UNET_NAMES, Graphs
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable
 
@@ -52,8 +40,6 @@ OPTIONS: Options = {  # of all benchmarks
     "seconds": optional(float, default=math.inf, help="Start no further round past this time, for each size."),
     "steps": optional(int, default=25, help="Denoising steps."),
     "graphs": (Graphs, False),
-    "device": (Device, "auto"),
-    "dtype": (Dtype, "auto"),
     "compile": optional(bool, "--compile", help="Time all but other packages through torch.compile too."),
     "autotune": optional(
         bool, "--autotune", help="Time every method also with only those layers patched that it makes faster."
@@ -64,7 +50,6 @@ OPTIONS: Options = {  # of all benchmarks
         help="Rows at which the peak is measured, two such batches for the growth; "
         "if not given --batch and twice that.",
     ),
-    "variant": (Variant, None),
 }
 PIPELINE: Options = {
     "model": optional(str, default="toy", help=f"{', '.join(UNET_NAMES)} (random weights), {MODELS}."),
@@ -83,7 +68,7 @@ SESSION: Options = {
 
 def takes(*names: str, **own: tuple[Any, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that gives a command options, which have the names of the benchmark's own."""
-    known = OPTIONS | own
+    known = LOADING | OPTIONS | own
     return adds_options("options", {name: known[name] for name in names} | SESSION, dict)
 
 

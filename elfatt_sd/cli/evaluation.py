@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from elfatt_sd.cli.console import (
-    FAILURE,
-    WRONG_USE,
-    adds_options,
-    complain,
-    one_line,
-    optional,
-    output,
-    quiet_libraries,
-)
+from elfatt_sd.cli import console
+from elfatt_sd.cli.console import adds_options, complain, one_line, optional, output, quiet_libraries
 from elfatt_sd.cli.options import Json
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.files import check_writable
@@ -217,14 +209,14 @@ def _print_plan(run: RunFolder, reuse: Sequence[Path], as_json: bool) -> None:
             settings = ", ".join(f"{key} {value}" for key, value in cell.shown.items())
             table.add_row(cell.name, one_line(cell.label), cell.role, one_line(settings))
         output().print(table, *lines, sep="\n")
-    _stop_at(found, WRONG_USE)
+    _stop_at(found, console.WRONG_USE)
 
 
 def _reporter(quiet: bool) -> Callable[[str], None]:
     return lambda line: None if quiet else typer.echo(one_line(line), err=True)
 
 
-def _stop_at(problems: Sequence[str], code: int = FAILURE) -> None:
+def _stop_at(problems: Sequence[str], code: int = console.FAILURE) -> None:
     for problem in problems:
         complain(problem)
     if problems:

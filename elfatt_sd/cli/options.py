@@ -102,10 +102,15 @@ STEPS, GUIDANCE = (
     "otherwise the pipeline's own."
     for text, field in (("Denoising steps", "steps"), ("Guidance scale", "guidance"))
 )
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N, mps or xpu.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")]
+LOADING: dict[str, tuple[Any, Any]] = {
+    "device": optional(str, default="auto", help="auto, cpu, cuda, cuda:N, mps or xpu."),
+    "dtype": optional(str, default="auto", help="auto, float32, float16 or bfloat16."),
+    "allow_pickle": optional(
+        bool, "--allow-pickle", default=False, help="Load pickled weights, which can run any code."
+    ),
+    "variant": optional(str, help="Variant of the weights: fp16 loads *.fp16.safetensors."),
+}
 Graphs = Annotated[bool, typer.Option("--graphs", help="Replay calls of the denoiser as CUDA graphs, where that pays.")]
-Variant = Annotated[str | None, typer.Option(help="Variant of the weights: fp16 loads *.fp16.safetensors.")]
 Height = Annotated[int | None, typer.Option(help="Height in pixels, a multiple of 8; the model's own if not given.")]
 Width = Annotated[int | None, typer.Option(help="Width in pixels, a multiple of 8; the model's own if not given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -181,7 +186,5 @@ takes_drawing = adds_options("drawing", DRAWING_OPTIONS, dict)
 
 
 def takes_source(device: str = "auto") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    pickles = typer.Option("--allow-pickle", help="Load pickled weights, which can run any code.")
-    options = {"device": (Device, device), "dtype": (Dtype, "auto"), "allow_pickle": (Annotated[bool, pickles], False)}
-    options["variant"] = (Variant, None)
+    options = LOADING | {"device": (LOADING["device"][0], device)}
     return adds_options("source", options, lambda **given: functools.partial(PipelineOptions, **given))

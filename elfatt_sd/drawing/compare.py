@@ -144,7 +144,6 @@ class Trial:
         self.times = self.comparison.times
         self.shots: dict[str, Shot] = {}  # the first one of each method, or the one that is no image
         self.images = self.repeats * len(self.configs) + self.again  # of a whole run
-        self._on_image: OnImage = lambda said, fault: None
 
     def warm_up(self) -> None:
         """Run two steps of each method, so that no time has a first call in it."""
@@ -290,7 +289,6 @@ def compared(studio: Studio) -> Iterator[Result]:
         busy = bool(trial.comparison.busy())
         images = [untouched.picture, own.picture, difference(untouched.picture, own.picture)]
         captions = [untouched.caption(), own.caption(busy), ("difference", f"{BRIGHTER} times as bright")]
-        sheet = side_by_side(images, captions, trial.prompt)
         record = studio.record(trial.prompt, trial.seed, shot) | {
             "untouched_seconds": mean(untouched.times),
             "speed_ratio": mean(own.ratios),
@@ -299,7 +297,7 @@ def compared(studio: Studio) -> Iterator[Result]:
             "identical": bool(own.unchanged and not own.fault),
             "timing": "one run between two untouched ones, after a warm-up of two steps",
         }
-        path = write_image(free_name(studio.folder, trial.prompt), sheet, record)
+        path = write_image(free_name(studio.folder, trial.prompt), side_by_side(images, captions, trial.prompt), record)
         shown = Pair(f"{trial.prompt} (seed {trial.seed})", untouched, own, busy)
         yield Result(path, shot.seconds, studio.memory(shot), fault, figures, record["psnr_db"], shown)
         trial, before = following or trial, after

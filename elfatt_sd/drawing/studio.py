@@ -135,9 +135,6 @@ class Result:
     psnr_db: float | None = None  # to the untouched image; None where that was not drawn, or is identical
     pair: Any = None  # of the comparison, `compare.Pair`
 
-    def summary(self) -> str:
-        return f"{self.path}\n  {self.figures or f'{self.seconds:.2f} s'}"
-
 
 @dataclass
 class Studio:

@@ -47,15 +47,13 @@ class CudaGraph:
     def __init__(self, device: torch.device, pool: Any) -> None:
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool  # of memory, one for all graphs
         self._device, self._graph = device, torch.cuda.CUDAGraph()
+        self.replay = self._graph.replay
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """Return what the function gives; its tensors have values after a replay alone, and others after the next."""
         how: Any = {"pool": self.pool, "capture_error_mode": "thread_local"}  # other threads go on
         with torch.cuda.device(self._device), torch.cuda.graph(self._graph, **how):
             return function()
-
-    def replay(self) -> None:
-        self._graph.replay()
 
 
 CAPTURES: dict[str, Any] = {"cuda": CudaGraph}  # by the kind of a device

@@ -141,9 +141,9 @@ def test_each_patched_image_stands_between_untouched_ones(pipe: Any, tmp_path: P
     request = Request((PROMPT,), elfatt_sd.PatchConfig.preset("tome"), steps=1, num_images=2, compare=True)
     first, second = comparing.compared(Studio(pipe, request, tmp_path))
     assert not elfatt_sd.is_patched(pipe)
-    assert "untouched 2.00 s, patched 1.00 s: 2.00 times as fast (between" in first.summary()
-    assert "untouched 4.00 s" in second.summary() and "busy" not in first.summary()
-    assert "the machine was busy: equal runs took 2.00 to 6.00 s" in second.summary()
+    assert "untouched 2.00 s, patched 1.00 s: 2.00 times as fast (between" in first.figures
+    assert "untouched 4.00 s" in second.figures and "busy" not in first.figures
+    assert "the machine was busy: equal runs took 2.00 to 6.00 s" in second.figures
     record = record_of(second.path)
     assert (record["speed_ratios"], record["speed_ratio"]) == (pytest.approx([2, 6]), pytest.approx(4))
 
