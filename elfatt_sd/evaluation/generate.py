@@ -77,10 +77,8 @@ def generate(run: RunFolder, *, reuse: Sequence[RunFolder] = (), show_progress: 
     first, *others = gathered(environment)
     for number, other in enumerate(others, 1):
         if changed := same_images(first, other, [run.protocol.cell(row.name) for row in pending]):
-            raise ElfattError(
-                f"processes 0 and {number} would make different images ({'; '.join(changed)}); "
-                "launch on machines that are alike."
-            )
+            said = f"processes 0 and {number} would make different images ({'; '.join(changed)})"
+            raise ElfattError(f"{said}; launch on machines that are alike.")
     run.check_environment(environment)
     if state.is_main_process:
         tell_cut_prompts(pipe, [run.protocol.negative_prompt, *(prompt.text for prompt in run.prompts)])

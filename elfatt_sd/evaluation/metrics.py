@@ -151,8 +151,7 @@ def load_own(choice: MetricChoice) -> ImageMetric:
             raise refused(what, f"one for each of {count} images")
         return values.detach().cpu()
 
-    described = {"function": choice.metric, "code_sha256": code}
-    return ImageMetric(name, measure, described, better=choice.better, compares=compares)
+    return ImageMetric(name, measure, {"function": choice.metric, "code_sha256": code}, choice.better, compares)
 
 
 def load_alignment(kind: str, folder: Path, device: str, prompts: Sequence[str]) -> ImageMetric:

@@ -48,10 +48,6 @@ class PromptFile:
     # make no difference.
     cluster: str = ""
 
-    @property
-    def path(self) -> Path:
-        return PROMPT_LISTS.get(self.file, Path(self.file))
-
 
 def run_prompts(protocol: Protocol) -> list[Prompt]:
     """Return the prompts of each row's images, in the order of their indices."""
@@ -96,7 +92,7 @@ def load_labels(name: str) -> list[str]:
 
 def read_prompts(source: PromptFile) -> list[tuple[int, str]]:
     """Read all prompts of a file, in its order and without blank lines, each after the number of its cluster."""
-    path = source.path
+    path = PROMPT_LISTS.get(source.file, Path(source.file))
     if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
         raise ElfattError(f"prompts {path} is JSON, which is not read; give a text file, .csv or .tsv.")
     rows = _rows(path, "prompts", "prompt")
