@@ -51,14 +51,13 @@ class PromptFile:
 
 def run_prompts(protocol: Protocol) -> list[Prompt]:
     """Return the prompts of each row's images, in the order of their indices."""
-    each = protocol.images_per_class
     if protocol.prompts is not None:
         texts = spread(read_prompts(protocol.prompts), protocol.classes)
     else:
         labels, template = spread([*enumerate(load_labels(protocol.labels))], protocol.classes), protocol.template
         with in_one_line(f"template={template!r} is not accepted; accepted: the field {{label}}"):
             texts = [(index, template.format(label=label)) for index, label in labels]
-    chosen = spread([pair for pair in texts for _ in range(each)], protocol.limit)
+    chosen = spread([pair for pair in texts for _ in range(protocol.images_per_class)], protocol.limit)
     return [Prompt(index, number, text) for index, (number, text) in enumerate(chosen)]
 
 

@@ -234,9 +234,7 @@ class Protocol:
 
 
 def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {
-        key: value for key, value in data.items() if key not in _REPORT_ONLY and (key, value) not in _UNGIVEN.items()
-    }
+    kept = dict(item for item in data.items() if item[0] not in _REPORT_ONLY and item not in _UNGIVEN.items())
     reference = kept.get("reference") or {}
     # `allow_count` lets a run go on; what it let pass stands in the metric's name
     return {**kept, "reference": {key: value for key, value in reference.items() if key != "allow_count"}}
@@ -324,9 +322,8 @@ def _find(path_or_name: str | Path) -> Path:
             if (folder / f"{path}.toml").is_file():
                 return folder / f"{path}.toml"
     known = sorted({file.stem for folder in _FOLDERS if folder.is_dir() for file in visible(folder.glob("*.toml"))})
-    raise ElfattError(
-        f"protocol {str(path)!r} does not exist; give a TOML file or one of: {', '.join(known) or 'none'}."
-    )
+    named = ", ".join(known) or "none"
+    raise ElfattError(f"protocol {str(path)!r} does not exist; give a TOML file or one of: {named}.")
 
 
 def _make_quick(data: dict[str, Any], limit: int) -> None:

@@ -135,9 +135,8 @@ def _check_count(wanted: ReferenceChoice, count: int, unreadable: Sequence[str] 
     if count < 2 or (count != wanted.count and not wanted.allow_count):
         lost = f", and {len(unreadable)} that cannot be read, first {unreadable[0]}" if unreadable else ""
         remedy = "give --allow-count to go on with any number from 2, which the metric's name will then say"
-        raise ElfattError(
-            f"reference {wanted.source} has {count} images{lost}; accepted are {wanted.count}, or {remedy}."
-        )
+        found = f"reference {wanted.source} has {count} images{lost}"
+        raise ElfattError(f"{found}; accepted are {wanted.count}, or {remedy}.")
 
 
 def renders(count: int, classes: Sequence[int]) -> extraction.Source:
