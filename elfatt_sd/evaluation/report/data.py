@@ -96,9 +96,8 @@ class Results(Struct, eq=False, dict=True):
         self.attributes = [f"accuracy {name}" for name in attributes]
         # those that compare with the untouched images first
         self.metrics.sort(key=lambda name: not any(row.figure(name).compares for row in self.rows))
-        timing = self.environment.get("timing") or {}
         # the machine of the timing; where nothing was timed, that of the images
-        self.machine: Mapping[str, Any] = timing.get("environment") or self.environment
+        self.machine = (self.environment.get("timing") or {}).get("environment") or self.environment
         # of the main table: the first Frechet distance, or what there is
         self.distance = next((name for name in self.distances if not is_kernel(name)), next(iter(self.distances), None))
         # all figures with verdicts, that of the main table first
