@@ -365,8 +365,7 @@ def together(action: Callable[[], Value]) -> Value:
 
 def by_first(action: Callable[[], Value]) -> Value:
     """Do something in the first process alone and return in all what it returns there; see `together`."""
-    first = is_first()
-    found: list[Any] = gathered(together(lambda: action() if first else None))
+    found: list[Any] = gathered(together(lambda: action() if is_first() else None))
     value: Value = found[0]
     return value
 

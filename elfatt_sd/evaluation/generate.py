@@ -77,10 +77,8 @@ def generate(run: RunFolder, *, reuse: Sequence[RunFolder] = (), show_progress: 
     first, *others = gathered(environment)
     for number, other in enumerate(others, 1):
         if changed := same_images(first, other, [run.protocol.cell(row.name) for row in pending]):
-            raise ElfattError(
-                f"processes 0 and {number} would make different images ({'; '.join(changed)}); "
-                "launch on machines that are alike."
-            )
+            said = f"processes 0 and {number} would make different images ({'; '.join(changed)})"
+            raise ElfattError(f"{said}; launch on machines that are alike.")
     run.check_environment(environment)
     if state.is_main_process:
         tell_cut_prompts(pipe, [run.protocol.negative_prompt, *(prompt.text for prompt in run.prompts)])
@@ -100,10 +98,9 @@ def _make_rows(
     todo = {row.name: [each for each in mine if not row.has_batch(*each)] for row in pending}
     total, made = sum(len(batch) for share in todo.values() for _, batch in share), 0
     failures, short = dict[str, str](), f"out of memory at batch {run.protocol.batch}"
-    shown = show_progress and state.is_main_process
     # of several processes only one shows it, and knows of its own share alone
     unit = "images" if state.num_processes == 1 else f"images of process 1 of {state.num_processes}"
-    with progress_of(unit, every=60, title="generate: {},", shown=shown) as tell:
+    with progress_of(unit, every=60, title="generate: {},", shown=show_progress and state.is_main_process) as tell:
         for row in pending:
             own = None
             tell(row.name, made, total)
@@ -355,9 +352,8 @@ def weights_sha256(pipe: Any) -> str:
         for key, value in network.state_dict().items():
             digest.update(f"{name}.{key} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    parts = {**networks, "scheduler": pipe.scheduler, "pipeline": pipe}
     settings = {}
-    for name, part in parts.items():
+    for name, part in {**networks, "scheduler": pipe.scheduler, "pipeline": pipe}.items():
         config = part.config.to_dict() if hasattr(part.config, "to_dict") else part.config
         settings[name] = [type(part).__name__, {key: value for key, value in config.items() if not key.startswith("_")}]
     digest.update(json.dumps(settings, sort_keys=True, default=str).encode())

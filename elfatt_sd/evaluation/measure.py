@@ -24,7 +24,7 @@ from elfatt_sd.devices import empty_caches
 from elfatt_sd.errors import ElfattError, ElfattFailure, in_plain_words, is_out_of_memory
 from elfatt_sd.evaluation import generate
 from elfatt_sd.evaluation.prompts import run_prompts
-from elfatt_sd.evaluation.protocols import FEW_REPEATS, Cell, PeakMemory, Protocol, Time
+from elfatt_sd.evaluation.protocols import Cell, PeakMemory, Protocol, Time
 from elfatt_sd.evaluation.run import MEMORY_FILE, TIME_FILE, RunFolder
 from elfatt_sd.families import step_denoisers
 from elfatt_sd.files import sha256_of_data, write_json
@@ -44,12 +44,11 @@ def measure_time(run: RunFolder, report: Report = print) -> dict[str, Any]:
     environment = generate.image_environment(protocol, pipe)
     run.check_environment(environment)
     short = dataclasses.replace(protocol, steps=min(WARMUP_STEPS, protocol.steps))
-    rounds: dict[str, list[dict[str, float]]] = {cell.name: [] for cell in protocol.cells}
     failed, errors = dict[str, str](), dict[str, str]()  # what ran out of memory has failed, which is a result
 
     def take(turn: Turn) -> dict[str, float]:
         label = f"round {turn.number + 1} of {settings.repeats}" if turn.number >= 0 else "warm-up"
-        report(f"time: {label}, row {turn.place} of {len(rounds)}, {turn.name}")
+        report(f"time: {label}, row {turn.place} of {len(protocol.cells)}, {turn.name}")
         return timed_call(pipe, protocol if turn.number >= 0 else short, protocol.cell(turn.name), batch)
 
     def lose(name: str, error: Exception) -> None:
@@ -58,12 +57,11 @@ def measure_time(run: RunFolder, report: Report = print) -> dict[str, Any]:
         else:
             errors[name] = failed[name] = f"time not measured: {in_plain_words(error)}"
 
-    compared = Comparison([*rounds], take, settings.repeats, lose=lose, times=rounds)
+    compared = Comparison([cell.name for cell in protocol.cells], take, settings.repeats, lose=lose)
     for _ in range(settings.warmup):
         compared.warm_up()
     compared.run()
-    untouched = [] if baseline in failed else rounds[baseline]
-    few = f"only {settings.repeats} repeats; take {FEW_REPEATS} or more" if settings.repeats < FEW_REPEATS else None
+    untouched = [] if baseline in failed else compared.times[baseline]
     data = {
         "format": 1,
         "identity": protocol.identity,
@@ -71,12 +69,11 @@ def measure_time(run: RunFolder, report: Report = print) -> dict[str, Any]:
         "batch": batch,
         "repeats": settings.repeats,
         "warmup": settings.warmup,
-        "note": few,
         "ratio": "seconds of the baseline / seconds of the row, in the same round",
         "environment": environment,
         "rows": {
             name: {"failed": failed[name]} if name in failed else summarize_time(each, untouched, settings.scopes)
-            for name, each in rounds.items()
+            for name, each in compared.times.items()
         },
         "errors": errors,
     }

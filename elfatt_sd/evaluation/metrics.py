@@ -145,14 +145,12 @@ def load_own(choice: MetricChoice) -> ImageMetric:
         given = {name: each[:, 0] if each.shape[1] == 1 else each for name, each in given.items()}
         with in_one_line(f"metric={choice.metric!r} failed; mend the function"):
             values = torch.as_tensor(function(given.pop("images"), list(batch.prompts), **given), device="cpu")
-        count = len(batch.prompts)
-        if values.shape != (count,):
+        if values.shape != (len(batch.prompts),):
             what = f"metric={choice.metric!r} with numbers of the shape {tuple(values.shape)}"
-            raise refused(what, f"one for each of {count} images")
+            raise refused(what, f"one for each of {len(batch.prompts)} images")
         return values.detach().cpu()
 
-    described = {"function": choice.metric, "code_sha256": code}
-    return ImageMetric(name, measure, described, better=choice.better, compares=compares)
+    return ImageMetric(name, measure, {"function": choice.metric, "code_sha256": code}, choice.better, compares)
 
 
 def load_alignment(kind: str, folder: Path, device: str, prompts: Sequence[str]) -> ImageMetric:

@@ -48,21 +48,16 @@ class PromptFile:
     # make no difference.
     cluster: str = ""
 
-    @property
-    def path(self) -> Path:
-        return PROMPT_LISTS.get(self.file, Path(self.file))
-
 
 def run_prompts(protocol: Protocol) -> list[Prompt]:
     """Return the prompts of each row's images, in the order of their indices."""
-    each = protocol.images_per_class
     if protocol.prompts is not None:
         texts = spread(read_prompts(protocol.prompts), protocol.classes)
     else:
         labels, template = spread([*enumerate(load_labels(protocol.labels))], protocol.classes), protocol.template
         with in_one_line(f"template={template!r} is not accepted; accepted: the field {{label}}"):
             texts = [(index, template.format(label=label)) for index, label in labels]
-    chosen = spread([pair for pair in texts for _ in range(each)], protocol.limit)
+    chosen = spread([pair for pair in texts for _ in range(protocol.images_per_class)], protocol.limit)
     return [Prompt(index, number, text) for index, (number, text) in enumerate(chosen)]
 
 
@@ -96,7 +91,7 @@ def load_labels(name: str) -> list[str]:
 
 def read_prompts(source: PromptFile) -> list[tuple[int, str]]:
     """Read all prompts of a file, in its order and without blank lines, each after the number of its cluster."""
-    path = source.path
+    path = PROMPT_LISTS.get(source.file, Path(source.file))
     if path.suffix.lower() in (".jsonl", ".ndjson", ".json"):
         raise ElfattError(f"prompts {path} is JSON, which is not read; give a text file, .csv or .tsv.")
     rows = _rows(path, "prompts", "prompt")

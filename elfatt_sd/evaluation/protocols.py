@@ -30,7 +30,7 @@ Count = Annotated[int, Meta(ge=1, le=1_000_000)]
 Maybe = Annotated[int, Meta(ge=0)]  # 0 stands for all, none, or the protocol's own
 Pixels = Annotated[int, Meta(ge=8, multiple_of=8)]
 Scope = Literal["end_to_end", "unet"]
-FEW_REPEATS = 5  # rounds of timing; with fewer the results say so, and claim no gain
+FEW_REPEATS = 5  # rounds of timing; with fewer the report says so, and claims no gain
 NULL_SEED_OFFSET = 1_000_000  # a null row's seeds start so far on: past those of every image of the rows before it
 _IN_PLACE = "tomesd"  # its rows name the preset that does the same, and have its settings
 _REPORT_ONLY = ("description", "published", "frame_rate")  # words and printed figures: they change no measurement
@@ -81,10 +81,8 @@ class Cell:
             what = f"method={self.method!r} with peer {self.peer!r} of cell {self.name!r}"
             raise refused(what, "sd, as it takes the patch's place")
         if (self.role != "method") != (not (config.all_phases or config.reuse) and not self.peer):
-            raise refused(
-                f"role={self.role!r} of cell {self.name!r} with method {self.method!r}",
-                "baseline and null for the untouched pipeline (method 'sd'), method for all others",
-            )
+            what = f"role={self.role!r} of cell {self.name!r} with method {self.method!r}"
+            raise refused(what, "baseline and null for the untouched pipeline (method 'sd'), method for all others")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -123,7 +121,7 @@ class ReferenceChoice:
 
 @dataclass(frozen=True)
 class Time:
-    # rounds over all rows; the results name fewer than `FEW_REPEATS`. A file may say 0 to measure none.
+    # rounds over all rows; the report names fewer than `FEW_REPEATS`. A file may say 0 to measure none.
     repeats: Count = 5
     warmup: Maybe = 1  # untimed calls of every row before the first round, of a few steps each
     batch: Maybe = 0  # images per call; 0 takes the protocol's batch
@@ -236,9 +234,7 @@ class Protocol:
 
 
 def decisive(data: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {
-        key: value for key, value in data.items() if key not in _REPORT_ONLY and (key, value) not in _UNGIVEN.items()
-    }
+    kept = dict(item for item in data.items() if item[0] not in _REPORT_ONLY and item not in _UNGIVEN.items())
     reference = kept.get("reference") or {}
     # `allow_count` lets a run go on; what it let pass stands in the metric's name
     return {**kept, "reference": {key: value for key, value in reference.items() if key != "allow_count"}}
@@ -326,9 +322,8 @@ def _find(path_or_name: str | Path) -> Path:
             if (folder / f"{path}.toml").is_file():
                 return folder / f"{path}.toml"
     known = sorted({file.stem for folder in _FOLDERS if folder.is_dir() for file in visible(folder.glob("*.toml"))})
-    raise ElfattError(
-        f"protocol {str(path)!r} does not exist; give a TOML file or one of: {', '.join(known) or 'none'}."
-    )
+    named = ", ".join(known) or "none"
+    raise ElfattError(f"protocol {str(path)!r} does not exist; give a TOML file or one of: {named}.")
 
 
 def _make_quick(data: dict[str, Any], limit: int) -> None:

@@ -49,18 +49,13 @@ class Estimate:
     """A value with the ends of its interval, where there is one."""
 
     value: float
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def ends(self) -> tuple[float, float] | None:
-        return None if self.low is None or self.high is None else (self.low, self.high)
+    ends: tuple[float, float] | None = None
 
 
 def estimate(value: float | None, ends: Sequence[float] | None = None) -> Estimate | None:
     if value is None:
         return None
-    return Estimate(value, ends[0], ends[-1]) if ends else Estimate(value)
+    return Estimate(value, (ends[0], ends[-1]) if ends else None)
 
 
 # A field that was not measured has its default; `null` in a file is the same as no key.
@@ -168,7 +163,7 @@ class Seconds(Struct, frozen=True):
     @property
     def speed(self) -> Estimate | None:
         ratio = self.ratio
-        return None if ratio is None else Estimate(ratio.median, ratio.low, ratio.high)
+        return None if ratio is None else Estimate(ratio.median, (ratio.low, ratio.high))
 
 
 class TimedRow(Struct, frozen=True):

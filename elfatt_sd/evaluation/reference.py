@@ -49,9 +49,8 @@ class Reference:
 
     def __post_init__(self) -> None:
         if not self.covariance.any():
-            raise ElfattError(
-                f"reference {self.description['source']} has one image over and over; accepted are images that differ."
-            )
+            source = self.description["source"]
+            raise ElfattError(f"reference {source} has one image over and over; accepted are images that differ.")
 
 
 def resized(picture: Any, size: int, resize: str, filter: str) -> Any:
@@ -81,11 +80,9 @@ def build_reference(
     if isinstance(pictures, Reference):
         return pictures
     if len(set(extraction.gathered(identity))) > 1:
-        raise ElfattError(
-            f"reference {wanted.source} is not the same in all processes (names, sizes or times of its files, the "
-            "extractor, or the versions of torch and Pillow); give a folder that all machines share, or copies that "
-            "keep the times (rsync -a)."
-        )
+        what = "names, sizes or times of its files, the extractor, or the versions of torch and Pillow"
+        remedy = "give a folder that all machines share, or copies that keep the times (rsync -a)"
+        raise ElfattError(f"reference {wanted.source} is not the same in all processes ({what}); {remedy}.")
     extraction.check_shared(cache_dir, "cache", "set ELFATT_SD_CACHE to a folder that all machines share")
     folder = cache_dir / f"reference-{extractor.name}-{identity[:16]}"
     with contextlib.ExitStack() as held:
@@ -138,9 +135,8 @@ def _check_count(wanted: ReferenceChoice, count: int, unreadable: Sequence[str] 
     if count < 2 or (count != wanted.count and not wanted.allow_count):
         lost = f", and {len(unreadable)} that cannot be read, first {unreadable[0]}" if unreadable else ""
         remedy = "give --allow-count to go on with any number from 2, which the metric's name will then say"
-        raise ElfattError(
-            f"reference {wanted.source} has {count} images{lost}; accepted are {wanted.count}, or {remedy}."
-        )
+        found = f"reference {wanted.source} has {count} images{lost}"
+        raise ElfattError(f"{found}; accepted are {wanted.count}, or {remedy}.")
 
 
 def renders(count: int, classes: Sequence[int]) -> extraction.Source:

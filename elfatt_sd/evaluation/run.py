@@ -146,10 +146,8 @@ class RunFolder:
         """Refuse to go on where images would come out differently."""
         begun = [self.protocol.cell(row.name) for row in self.rows if row.finished or row.batches_folder.is_dir()]
         if begun and (changed := records.same_images(self.record.environment, environment, begun)):
-            raise ElfattError(
-                f"{self.folder} was begun where images come out differently ({'; '.join(changed)}); "
-                f"go on there, or {_NEW_FOLDER.format(self.folder)}."
-            )
+            said = f"was begun where images come out differently ({'; '.join(changed)})"
+            raise ElfattError(f"{self.folder} {said}; go on there, or {_NEW_FOLDER.format(self.folder)}.")
 
     def begin(self, environment: Mapping[str, Any]) -> None:
         created = self.record.created if (self.folder / RUN_FILE).exists() else now()

@@ -114,8 +114,9 @@ def build_references(
         return [build_reference(wanted, each, classes, cache_dir=place, progress=progress) for each in chosen]
 
 
-def score_inputs(protocol: Protocol, extractors: Sequence[Extractor]) -> dict[str, str]:
+def score_inputs(protocol: Protocol, extractors: Sequence[Extractor] | None = None) -> dict[str, str]:
     """Return what scores depend on besides the images: hashes of extractors with their references, and of metrics."""
+    extractors = load_extractors(protocol) if extractors is None else extractors
     asked = any(choice.metric == "cmmd" for choice in protocol.metrics)
     if asked and not any(extractor.name == "clip" for extractor in extractors):
         raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")

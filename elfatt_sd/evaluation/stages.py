@@ -89,9 +89,6 @@ def obstacles(run: runs.RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
         found[str(error)] = None
         protocol = dataclasses.replace(protocol, device="cpu", dtype="float32")  # go on to the other obstacles
 
-    def inputs(part: Protocol) -> None:
-        score_inputs(part, load_extractors(part))
-
     def pipeline() -> None:
         pipe = load_protocol_pipeline(protocol)
         for cell in protocol.cells:
@@ -104,7 +101,7 @@ def obstacles(run: runs.RunFolder, reuse: Sequence[Path] = ()) -> list[str]:
     checks += first_checks(protocol)
     checks += [functools.partial(load_metrics, [each], network_device(protocol)) for each in protocol.metrics]
     alone = [dataclasses.replace(protocol, extractors=(each,), metrics=()) for each in protocol.extractors]
-    checks += [functools.partial(inputs, part) for part in (*alone, protocol)]
+    checks += [functools.partial(score_inputs, part) for part in (*alone, protocol)]
     for check in (*checks, pipeline):
         try:
             check()
@@ -127,7 +124,7 @@ def evaluate(
         check()
     with run.writing() as first:
         by_first(run.check)
-        by_first(lambda: score_inputs(protocol, load_extractors(protocol)))
+        by_first(lambda: score_inputs(protocol))
         tell = report if first else lambda line: None
         if not (run.folder / runs.SCORES_FILE).exists():
             tell("reference: begun")

@@ -50,15 +50,6 @@ class ClassEstimate:
         sums = torch.zeros(len(classes), dtype=torch.float64, device="cpu").index_add_(0, place, influence)
         return cls(value, sums[None] / len(influence))
 
-    @classmethod
-    def jackknife(cls, value: float, without: Tensor, slope: Tensor) -> ClassEstimate:
-        """A figure by what it is without each class, and by its derivative in the class's weight.
-
-        To leave out is right where one class changes much that others determine, such as n images near d features; it
-        is short where a few images of a heavy tail come to light nowhere else, and the derivative is not.
-        """
-        return cls(value, torch.stack((slope, left_out(without))))
-
     def __sub__(self, other: ClassEstimate) -> ClassEstimate:
         return ClassEstimate(self.value - other.value, self.moves - other.moves)
 

@@ -93,7 +93,7 @@ def test_rows_take_turns_in_every_round(time: Stage, timed: Protocol) -> None:
     found = data["rows"]["null"]["unet"]
     assert (found["seconds_per_image"], found["spread"], found["values"]) == (2.0, [1.0, 4.0], [1.0, 4.0, 2.0])
     assert found["ratio"] == {"median": 2.0, "low": 1.0, "high": 3.0, "values": [2.0, 1.0, 3.0]}
-    assert "only 3 repeats" in data["note"] and data["environment"]["packages"]["torch"]
+    assert data["environment"]["packages"]["torch"]
 
 
 def test_a_row_that_cannot_be_timed_is_told_and_the_others_are(time: Stage) -> None:

@@ -40,8 +40,9 @@ def test_standard_errors_and_intervals_over_classes() -> None:
     assert (high - low) / 2 == pytest.approx(4.302653 * expected, rel=1e-6)
     assert ClassEstimate.mean(values, [0] * 6).interval() is None
     # of two jackknifes the larger one counts, and each kind of a difference is that of the two figures
-    one = ClassEstimate.jackknife(1.0, torch.tensor([0.9, 1.0, 1.1]), torch.tensor([0.01, 0.0, -0.01]))
-    other = ClassEstimate.jackknife(1.0, torch.tensor([0.9, 1.0, 1.1]), torch.tensor([0.3, 0.0, -0.3]))
+    without = left_out(torch.tensor([0.9, 1.0, 1.1]))
+    slopes = torch.tensor([[0.01, 0.0, -0.01], [0.3, 0.0, -0.3]])
+    one, other = (ClassEstimate(1.0, torch.stack((slope, without))) for slope in slopes)
     assert one.standard_error() == pytest.approx((2 / 3 * 0.02) ** 0.5)
     assert other.standard_error() == pytest.approx((0.18 * 3 / 2) ** 0.5)
     assert (one - one).standard_error() == 0

@@ -87,7 +87,7 @@ def _mean(row: Row, differences: Sequence[float | None]) -> Estimate | None:
         return None
     values = torch.tensor([differences[place] for place in kept], dtype=torch.float64)
     mean = ClassEstimate.mean(values, [row.paired.classes[place] for place in kept])
-    return Estimate(mean.value, *(mean.interval() or (None, None)))
+    return Estimate(mean.value, mean.interval())
 
 
 def _text(mean: Estimate, decimals: int) -> str:

@@ -139,10 +139,8 @@ def closeness(results: Results) -> Chart | None:
             marks.append(Mark(row, row.psnr, [value for value in row.changes["psnr"].pictures if value is not None]))
     if not marks:
         return None
-    caption = (
-        "Symbol and thick line: mean over the images that differ, with its 95 % interval. Thin strokes: every "
-        "image, against the untouched pipeline's from the same latent."
-    )
+    caption = "Symbol and thick line: mean over the images that differ, with its 95 % interval."
+    caption += " Thin strokes: every image, against the untouched pipeline's from the same latent."
     if results.null and results.null.psnr:
         caption += " The null row shows how far apart unrelated images are."
     words = "closeness", "Closeness to the untouched images", caption

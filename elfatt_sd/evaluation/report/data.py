@@ -96,20 +96,18 @@ class Results(Struct, eq=False, dict=True):
         self.attributes = [f"accuracy {name}" for name in attributes]
         # those that compare with the untouched images first
         self.metrics.sort(key=lambda name: not any(row.figure(name).compares for row in self.rows))
-        self.timing: Mapping[str, Any] = self.environment.get("timing") or {}  # where and when time was taken
         # the machine of the timing; where nothing was timed, that of the images
-        self.machine: Mapping[str, Any] = self.timing.get("environment") or self.environment
+        self.machine = (self.environment.get("timing") or {}).get("environment") or self.environment
         # of the main table: the first Frechet distance, or what there is
         self.distance = next((name for name in self.distances if not is_kernel(name)), next(iter(self.distances), None))
         # all figures with verdicts, that of the main table first
         names = [*sorted(self.distances, key=lambda name: name != self.distance), ACCURACY, *self.metrics]
         self.judges = [name for name in names if any(row.figure(name).difference.verdict for row in self.rows)]
-        for row in self.rows:
-            row.verdicts = {name: row.figure(name).difference.verdict for name in self.judges}
-            row.verdict = next(iter(row.verdicts.values()), None)
         timed = (part for part in PARTS if any(row.timed[part].seconds_per_image is not None for row in self.rows))
         self.time_part = next(timed, "end_to_end")  # of the main table
         for row in self.rows:
+            row.verdicts = {name: row.figure(name).difference.verdict for name in self.judges}
+            row.verdict = next(iter(row.verdicts.values()), None)
             row.speed = row.timed[self.time_part].speed
 
     def _give_names(self) -> None:

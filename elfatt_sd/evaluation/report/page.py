@@ -132,30 +132,29 @@ _HERE = Path(__file__).parent
 def render_page(results: Results, plots: Sequence[tuple[Chart, bytes]]) -> str:
     grid, changed = pictures_of(results)
     metrics = tables.metrics_table(results)
-    shared = {
-        "results": results,
-        "styles": styles(results),
-        "headline": tables.headline(results),
-        "recommended": tables.recommended(results),
-        "findings": tables.findings(results),
-        "main": tables.told_apart(tables.main_table(results)),
-        "metrics": metrics and tables.told_apart(metrics),
-        "more": tables.told_apart(tables.more_table(results)),
-        "published": tables.published_table(results),
-        "comparable": tables.comparison(results),
-        "kernels": [name for name in results.distances if is_kernel(name)],
-        "too_few": TOO_FEW,
-        "fewest": FEWEST_CLASSES,
-        "timed": PARTS[results.time_part],
-        "facts": [*flatten(results.environment), *flatten({"reference": results.data.get("reference")})],
-        "protocol": json.dumps(results.protocol, indent=2, ensure_ascii=False, default=str),
-        "edge": _EDGE,
-        "brighter": BRIGHTER,
-        "grid": grid,
-        "changed": changed,
-        "plots": [(plot, data_uri("image/png", png)) for plot, png in plots],
-    }
-    return page_template(_HERE / "template.html.j2").render(**shared)
+    return page_template(_HERE / "template.html.j2").render(
+        results=results,
+        styles=styles(results),
+        headline=tables.headline(results),
+        recommended=tables.recommended(results),
+        findings=tables.findings(results),
+        main=tables.told_apart(tables.main_table(results)),
+        metrics=metrics and tables.told_apart(metrics),
+        more=tables.told_apart(tables.more_table(results)),
+        published=tables.published_table(results),
+        comparable=tables.comparison(results),
+        kernels=[name for name in results.distances if is_kernel(name)],
+        too_few=TOO_FEW,
+        fewest=FEWEST_CLASSES,
+        timed=PARTS[results.time_part],
+        facts=[*flatten(results.environment), *flatten({"reference": results.data.get("reference")})],
+        protocol=json.dumps(results.protocol, indent=2, ensure_ascii=False, default=str),
+        edge=_EDGE,
+        brighter=BRIGHTER,
+        grid=grid,
+        changed=changed,
+        plots=[(plot, data_uri("image/png", png)) for plot, png in plots],
+    )
 
 
 def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -> str | None:

@@ -360,7 +360,7 @@ def _figure_fields(name: str, row: Row) -> dict[str, Any]:
 
 
 def _fields(name: str, value: Estimate | None, ends: tuple[str, ...] = ()) -> dict[str, Any]:
-    figures = (value.value, value.low, value.high) if value else (None, None, None)
+    figures = (value.value, *(value.ends or (None, None))) if value else (None, None, None)
     return dict(zip((name, *(ends or (f"{name} low", f"{name} high"))), figures, strict=True))
 
 

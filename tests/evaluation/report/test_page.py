@@ -178,7 +178,7 @@ def test_plots_show_every_picture_and_the_intervals_of_differences(results):
         assert ("infinitely many images" in chart.caption) == bool(images)
     results["rows"][1]["distances"]["FD-toy"]["difference"] |= {"value": 0.3, "interval": [-90.0, 90.6]}
     low, high = differences(Results.of(results)).figure.axes[0].get_xlim()
-    assert -10 < low < min(each.low for each in found) < max(each.high for each in found) < high < 10
+    assert -10 < low < min(each.ends[0] for each in found) < max(each.ends[1] for each in found) < high < 10
     assert draw_plots(Results.of(results | {"rows": [{}]})) == []
 
 

@@ -73,7 +73,7 @@ def test_numbers_are_as_in_print_with_the_decimals_that_are_known(results):
     known = {(-0.41, 2, True): f"{minus}0.41", (0.412, 2, True): "+0.41", (-0.0004, 2, True): f"{minus}0.00"}
     known |= {(-0.001, 2, False): "0.00", (0.0, 1, True): "0.0"}
     assert {given: fixed(*given[:2], sign=given[2]) for given in known} == known
-    estimates = [[Estimate(18.4, 16.8, 20.0)], [Estimate(2e-7, 1e-7, 3e-7)], [Estimate(0.707), None], []]
+    estimates = [[Estimate(18.4, (16.8, 20.0))], [Estimate(2e-7, (1e-7, 3e-7))], [Estimate(0.707), None], []]
     assert [decimals_for(each) for each in estimates] == [1, 7, 3, 2]
     for name, distance in distances(results):
         few = {"value": 7.0, "interval": [-5.0, 19.0]}
