@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -406,10 +407,10 @@ def _file_of(place: str | os.PathLike[str]) -> Path:
     if path.exists() or not is_hub_id(name):
         return path
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import logging
+    from huggingface_hub.utils.logging import get_verbosity, set_verbosity
 
-    level = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # each of its retries is a line
+    level = get_verbosity()
+    set_verbosity(logging.ERROR)  # each of its retries is a line
     try:
         return Path(hf_hub_download(name, SETTINGS))
     except Exception as error:
@@ -418,7 +419,7 @@ def _file_of(place: str | os.PathLike[str]) -> Path:
             failed, why = ElfattFailure, "the hub cannot be reached"
         raise failed(f"config={name!r} is not on this machine, and {why}: {shortened(error)}") from error
     finally:
-        logging.set_verbosity(level)
+        set_verbosity(level)
 
 
 _AUTO = dataclasses.replace(PRESETS[FAST], method=AUTO)

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/: host, merging, growth, CUDA graphs, and the suite for one GPU with its tiny models."""
+"""The scripts of benchmarks/: host, merging, CUDA graphs, and the suite for one GPU with its tiny models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from support.commands import ROOT
 
 from benchmarks import correctness, gpu_next, gpu_suite
 from benchmarks.graphs import graphed_call
-from benchmarks.growth import make_exponents
 from benchmarks.host import host
 from benchmarks.shown import write_suite
 from elfatt_sd import benchmarking
@@ -64,15 +63,6 @@ def test_goals_of_the_host(tmp_path: Path) -> None:
     lines = table.read_text().splitlines()
     assert lines[0].startswith("| pixels | method | phase | layers | operations more a layer |")
     assert len(lines) == 2 + len(rows) and plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_exponents_of_growth() -> None:
-    """Of each round that all sizes have; what was timed at one size has none."""
-    times = {4096: [4096**2, 4096, 4096], 65536: [65536**2, 65536], 16384: [16384**2, 16384, 1.0]}
-    groups = [{"key": {"part": "layer", "tokens": size}, "times": {"a": taken}} for size, taken in times.items()]
-    groups[0]["times"] |= {"b": [1.0], "c": []}
-    expected = {"layer": {"a": pytest.approx({"median": 1.5, "min": 1, "max": 2}), "b": None}}
-    assert make_exponents(groups) == expected
 
 
 @pytest.mark.parametrize(("changes", "matchings"), [({"reuse_layers": True}, 1), ({"reuse_steps": 2}, 0)], ids=str)
