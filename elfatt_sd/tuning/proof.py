@@ -126,7 +126,7 @@ class Measure:
         with in_one_line(f"metric {self.name!r} cannot compare two images"):
             pairs = zip(untouched.frames, other.frames, strict=True)
             most = 100.0 if self.unit == "dB" and not untouched.same(other) else math.inf  # of equal frames of a clip
-            value = float(np.mean([min(most, float(self.compare(one, two))) for one, two in pairs]))
+            value = float(np.mean([min(float(self.compare(one, two)), most) for one, two in pairs]))
         if math.isnan(value) or (math.isinf(value) and not untouched.same(other)):
             raise ElfattError(
                 f"metric {self.name!r} gives {value} for two images; give one that always gives a number."
