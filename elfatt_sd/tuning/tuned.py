@@ -182,7 +182,7 @@ class Tuned:
                 f"the farthest of {images} held-out images: {words(proof.lowest)} ({sample.prompt!r}, seed "
                 f"{sample.seed}); at most {proof.promise.excludes(images):.0%} of all are farther",
                 memory if before and after else "memory: not measured",
-                f"layers: {layers} ({', '.join(kinds)})",
+                f"layers: {layers} ({', '.join(kinds)})" if kinds else "layers: all exact",
                 *words_of_reuse(self.config.reuse, self.record["calls"]),
             ]
         if self.points:
