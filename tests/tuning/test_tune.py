@@ -212,6 +212,8 @@ def test_budgets(small: Any, asked: dict[str, Any], given: dict[str, Any], name:
     assert "the nearest that can be promised" in str(tuned) and tuned.to_dict()["nearest"]["promised"] < 99
     assert not elfatt_sd.is_patched(tuned.apply(small))
     assert tuned.report(tmp_path / "page").is_file()
+    with pytest.raises(ElfattError, match="images of other seeds are the same"):
+        tune(small, **given, **asked, inputs={"latents": torch.ones(1, 4, 16, 16)})
 
 
 def test_a_modular_pipeline(folder: Path, asked: dict[str, Any]) -> None:
