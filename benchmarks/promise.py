@@ -1,4 +1,4 @@
-"""Whether what `tune` promises holds: `python -m benchmarks.promise`; a minute, no model runs.
+"""Whether what `tune` promises holds: `python -m benchmarks.promise`; some minutes, no model runs.
 
 Thousands of tunings choose and prove as `tune` does, by its own code. Their images are drawn at random from those of a
 published run (settings of different closeness, 64 images each), or from distributions that are skewed on purpose. What
