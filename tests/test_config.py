@@ -184,7 +184,7 @@ def missing(name: str, cause: Exception | None = None) -> Exception:
         ),
         (missing("EntryNotFoundError", ConnectionError()), ElfattFailure, "and the hub cannot be reached: gone as the"),
         ('{"format": 2, "news": 1}', ElfattError, "format=2 is that of a later version of elfatt-sd; pip install -U"),
-        ('{"origin": 5}', ElfattError, "origin=[5] is not accepted; give a list of objects"),
+        ('{"origin": 5}', ElfattError, "origin=5 is not accepted; give an object"),
         (PatchConfig.preset("tome"), None, ""),
     ],
 )
