@@ -350,13 +350,14 @@ def tune(
     from elfatt_sd.drawing import studio
     from elfatt_sd.measure import progress_of
     from elfatt_sd.tuning import tune as tune_pipeline
-    from elfatt_sd.tuning.proof import Budget, check_wanted
+    from elfatt_sd.tuning.proof import FEWEST, MOST, Budget, check_wanted
 
     budget, guidance, lora = Budget(closeness, speed, memory, lowest, confidence), asked["guidance"], asked.pop("lora")
     image, strength, size = asked.pop("image"), asked.pop("strength"), (asked["height"], asked["width"])
     studio.check_run(asked["steps"], guidance, asked["seed"], *size)
     studio.read_image(image, strength)
     lines = studio.read_prompts(prompts) or None
+    checks.whole("num_images", asked["images"], FEWEST, MOST)
     check_wanted(budget, asked["metric"], lines, asked["images"], asked["frames"])
     _check_file(save)
     if out is not None:

@@ -34,7 +34,7 @@ _RANGES = {"psnr": (0.0, 100.0), "ssim": (-1.0, 1.0)}  # distances have no great
 _ANY = {"low": -math.inf, "high": math.inf}  # its range is that of the measure
 FEWEST, EVERY = 8, 4  # images before the first look at them, and from one look to the next
 LEAST_SKEW = 0.5  # to far, of the distribution of closeness: few images do not show what is rare
-_MOST = 1000  # images
+MOST = 1000  # images
 _HOPELESS = 1.3  # standard errors by which the images to come would have to be closer than those that were drawn
 _PATHS = 50_000  # that are simulated to find the level of a look
 
@@ -107,7 +107,7 @@ def check_wanted(
     written = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
     if prompts is not None and (not written or len(set(words)) < 2):
         raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
-    checks.whole("images", images, FEWEST, _MOST)  # fewer promise nothing of a mean
+    checks.whole("images", images, FEWEST, MOST)  # fewer promise nothing of a mean
     if frames is not None:
         checks.whole("frames", frames, 1)
 

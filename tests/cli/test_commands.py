@@ -132,7 +132,7 @@ def test_tune_saves_settings_and_writes_a_page(model: Path, lora: Path, tmp_path
     assert (found["pipeline"], found["settings"]["inputs"]["strength"]) == ("StableDiffusionImg2ImgPipeline", 0.95)
     assert PatchConfig.load(save)
     few = call("tune", model, "--closeness", 20, "--num-images", 7, "--prompt-file", prompts)
-    assert few.stderr == "error: images=7 is not accepted; give a whole number from 8 to 1000.\n"
+    assert few.stderr == "error: num_images=7 is not accepted; give a whole number from 8 to 1000.\n"
     assert "index.html" in files(out)
 
 
