@@ -34,10 +34,7 @@ def test_both_images_and_their_figures(pipe: Any, tmp_path: Path) -> None:
         *given, **settings, on_step=lambda *done: steps.append(done)
     )
     assert images[0].width == 48 and [each.split(",")[0] for each in captions] == ["**untouched", "**elfatt"]
-    assert lines.splitlines()[2:] == [
-        "pipe = elfatt_sd.load_pipeline('small')",
-        "elfatt_sd.apply_patch(pipe, 'elfatt')",
-    ]
+    assert lines.startswith("import elfatt_sd\n") and lines.endswith("\nelfatt_sd.apply_patch(pipe, 'elfatt')")
     assert PatchConfig.from_dict(json.loads(data)) == PatchConfig.preset("elfatt")
     assert images[0].size == images[1].size and not np.array_equal(*images)
     assert "times as fast (between two untouched runs" in figures and "PSNR" in figures and "down_blocks" in plan
