@@ -103,7 +103,7 @@ def check_wanted(
     if closeness is not None and lowest is not None and (lowest > closeness) is (metric not in ("lpips", "dists")):
         asked = f"the mean, closeness={closeness:g}"
         raise ElfattError(f"lowest={lowest:g} is not accepted; the worst image cannot be closer than {asked}.")
-    words = [] if prompts is None or isinstance(prompts, str) else [*prompts]
+    words = [*prompts] if isinstance(prompts, Iterable) and not isinstance(prompts, str) else []
     written = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
     if prompts is not None and (not written or len(set(words)) < 2):
         raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
