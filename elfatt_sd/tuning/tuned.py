@@ -237,7 +237,8 @@ def curve(tuned: Tuned) -> Figure:
         axes.axhline(tuned.budget.closeness, color=INK, linewidth=0.8, linestyle=":", label="asked for")
     if tuned.budget.speed is not None:
         axes.axvline(tuned.budget.speed, color=INK, linewidth=0.8, linestyle=":", label="asked for")
-    axes.set_xlabel("times as fast as untouched (right is better)")
+    busy = any(point.busy for point in tuned.points)
+    axes.set_xlabel(f"times as fast as untouched ({'machine busy: not to be trusted' if busy else 'right is better'})")
     better = "up" if tuned.measure.higher else "down"
     unit = f" in {tuned.measure.unit}" if tuned.measure.unit else ""
     axes.set_ylabel(f"{tuned.measure.name} to untouched{unit} ({better} is better)")

@@ -275,7 +275,6 @@ def test_copies_have_their_own_second_transformer() -> None:
 
 # Variants.
 
-
 LATE = PatchConfig("late", (Phase(0.1), Phase(1.0, ratio=0.5)), reuse_steps=4)
 CUT = [
     varied("elfatt-fast", attention_backend="flash"),

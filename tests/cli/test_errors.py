@@ -30,8 +30,6 @@ from elfatt_sd.families import shapes
 from elfatt_sd.tuning import proof
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
-
-
 SAID = Path(__file__).with_name("__snapshots__") / "test_errors.ambr"
 RUN = """
 import json, shlex, sys

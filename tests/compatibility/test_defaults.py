@@ -33,7 +33,6 @@ FACTORIES = {
 }
 WHOLE = {"arange", "as_tensor", "randint", "randperm", "tril_indices", "triu_indices"}  # of whole numbers, or as given
 
-
 CASES = [*(("unet", config) for config in CONFIGS), *(("flux", config) for config in JOINT)]
 
 

@@ -269,6 +269,8 @@ def test_what_cannot_be_taken_over_or_patched(folder: Path) -> None:
     pipe.transformer.set_attn_processor(lambda attn, hidden_states, **others: hidden_states)
     with pytest.raises(ElfattError, match=r"take_over='function' is not accepted; it calls neither .* Leave it out"):
         elfatt_sd.apply_patch(pipe, ALL, take_over=["function"])
+    with pytest.raises(ElfattError, match="take_over=5"):
+        elfatt_sd.apply_patch(pipe, ALL, take_over=5)  # type: ignore[arg-type]
     assert not elfatt_sd.is_patched(pipe)
     pipe = like(diffusers.StableDiffusionAttendAndExcitePipeline, sd15(folder)[0])
     elfatt_sd.apply_patch(pipe, "elfatt", take_over=["AttendExciteAttnProcessor"])

@@ -53,6 +53,7 @@ def module(**settings: Any) -> ElfattAttention:
         (lambda: pyramid("swin-t", "linear"), "attention='linear' is not known; accepted: softmax, elfatt"),
         (lambda: replace_attention(nn.Linear(2, 2)), "Linear has 0 layers with qkv and proj"),
         (lambda: replace_attention(module(), every=0), "every=0"),
+        (lambda: replace_attention(None), "NoneType has no layers to replace"),
         (lambda: replace_attention(nn.Sequential(module()), every=1), "0 of Sequential .*: ElfattAttention is another"),
     ],
 )
