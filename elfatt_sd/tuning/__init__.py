@@ -34,7 +34,7 @@ from elfatt_sd.phases import StepReuse, reused_steps
 from elfatt_sd.plans import taken
 from elfatt_sd.runtime.layer import fitted
 from elfatt_sd.toy.renderer import sample_prompts
-from elfatt_sd.tuning.model import Choice, Predictor
+from elfatt_sd.tuning.model import Choice, Predictor, psnr_of
 from elfatt_sd.tuning.probe import Candidate, LayerFigures, Probe, stretches_of
 from elfatt_sd.tuning.proof import Budget, Compare, Measure, Metric, Point, Promise, Proof, check_wanted, measure_named
 from elfatt_sd.tuning.runs import Drawn, DrawSettings, Runs, Sample, Store, embedded_name, fingerprint, short_hash
@@ -259,19 +259,34 @@ class Search:
         self._calibrate("stretches", 0, map(self.model.reference, range(len(self.stretches))))
         if self.reuse and share and len(self.stretches) > 1:
             main = unwrap(main_denoiser(self.runs.pipe))
-            self._calibrate_reuse(0, [*self._ways([*family_of(main).cuts(main)[:1], OUTPUT])])
+            self._calibrate_reuse(0, [*self._ways([OUTPUT, *family_of(main).cuts(main)[:1]])])
 
     def _ways(self, cuts: Sequence[str]) -> Iterator[tuple[int, StepReuse]]:
-        """Yield what stretches can take over; the first never does, and others perhaps not in a part of their steps."""
+        """Yield what stretches can take over, gentler ways first; the first stretch never does."""
         for number, stretch in list(enumerate(self.stretches))[1:]:
             ending = ENDING - (self.calls - 1 - stretch.last)  # of its steps
             for cut, (every, order) in itertools.product(cuts, WAYS):
                 whole = StepReuse(1.0, cut, every, order, 0, 0)
-                yield number, whole
                 if order and len(stretch) >= 2 * LEAST_STEPS:
                     yield number, dataclasses.replace(whole, first=len(stretch) // 2)
                 if order and 0 < ending < len(stretch):
                     yield number, dataclasses.replace(whole, last=ending)
+                yield number, whole
+
+    def _spared(self, number: int, reuse: StepReuse) -> bool:
+        """Tell whether a way need not be drawn: a gentler one is far too far, or one as fast is close enough."""
+        wanted = [each for each in (self.budget.closeness, self.budget.lowest) if each is not None]
+        if self.measure.name != "PSNR" or not wanted:
+            return False
+        line = dataclasses.replace(reuse, order=1)
+        as_fast = {line, dataclasses.replace(line, cut=OUTPUT)} - {reuse}
+        for (place, own), drawn in self.model.reused.items():
+            gentler = own.cut == reuse.cut and own.every <= reuse.every
+            gentler = gentler and own.first >= reuse.first and own.last >= reuse.last
+            close, far = psnr_of(drawn[0][1]), min(wanted) - SPREAD
+            if place == number and ((gentler and close < far) or (own in as_fast and close >= max(wanted) + NEAR)):
+                return True
+        return False
 
     def _calibrate_reuse(self, image: int, options: Sequence[tuple[int, StepReuse]]) -> None:
         """Draw an image with one stretch alone taking over from earlier steps, in one way after the other."""
@@ -282,7 +297,9 @@ class Search:
                 continue
             draw = functools.partial(self._draw_reused, self.samples[image], config)
             name = f"reuse-{short_hash(config.to_dict(), 12)}-{image}"
-            self.model.reused.setdefault((number, reuse), {})[image] = self.store.known(name, draw, tuple)
+            found = self.store.known(name, None if not image and self._spared(number, reuse) else draw, tuple)
+            if found is not None:
+                self.model.reused.setdefault((number, reuse), {})[image] = found
         self.curve = self.model.curve()
 
     def _draw_reused(self, sample: Sample, config: PatchConfig) -> tuple[float, float]:

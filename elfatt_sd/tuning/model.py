@@ -73,6 +73,10 @@ class _Run(NamedTuple):
 _Front = list[tuple[float, float, tuple[Any, ...]]]  # seconds saved, error, and what was picked, by rising error
 
 
+def psnr_of(mse: float) -> float:
+    return math.inf if mse <= 0 else 10 * math.log10(255**2 / mse)
+
+
 def _joined(front: _Front, options: Sequence[tuple[float, float, Any]]) -> _Front:
     """Return what is best of all pairs: without what is slower and farther than another, and what is hardly closer."""
     saved, mse = (np.add.outer(*([each[part] for each in one] for one in (front, options))).ravel() for part in (0, 1))
@@ -279,8 +283,7 @@ class Predictor:
         found = list[Choice]()
         for saved, mse, stretches in whole:
             picked = dict(pair for pairs, _ in stretches for pair in pairs)
-            psnr = math.inf if mse <= 0 else 10 * math.log10(255**2 / mse)
-            found.append(Choice(picked, saved, mse, psnr, tuple(each for _, each in stretches)))
+            found.append(Choice(picked, saved, mse, psnr_of(mse), tuple(each for _, each in stretches)))
         return found
 
     def chosen(self, choice: Choice) -> PatchConfig:

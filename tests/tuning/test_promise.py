@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from benchmarks import promise as simulated
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.measure import student_quantile
+from elfatt_sd.phases import StepReuse
 from elfatt_sd.tuning import SEARCHED, Search
 from elfatt_sd.tuning.model import Choice
 from elfatt_sd.tuning.proof import Budget, Measure, Point, Promise, Proof, check_wanted, level_of_looks, measure_named
@@ -111,11 +113,21 @@ def test_every_proof_may_go_to_a_choice(means: list[float]) -> None:
     search.prove_config = prove
     assert search.prove(search.curve[4]) is (search.proofs[-1] if means[-1] == 33 else None)
     assert [each.point.mean for each in search.proofs] == means
-    predicted = [each.point.predicted for each in search.proofs]
-    assert predicted == sorted({*predicted})
+    assert (predicted := [each.point.predicted for each in search.proofs]) == sorted({*predicted})
+
+
+def test_ways_of_taking_over_that_others_settle_are_not_drawn() -> None:
+    search = Search(SimpleNamespace(), [], Budget(40), measure_named("psnr"), SimpleNamespace())
+    way = StepReuse(1.0, "output", 2, 1, 0, 0)
+    changes: list[dict[str, Any]] = [{"every": 3}, {"order": 0}, {"cut": "shallow-1"}, {"first": 4}]
+    others = [dataclasses.replace(way, **each) for each in changes]
+    for close, stretch, spared in ((33, 1, "1100"), (39, 1, "0000"), (44, 1, "0110"), (33, 2, "0000")):
+        search.model = SimpleNamespace(reused={(1, way): {0: (1.0, 255**2 / 10 ** (close / 10))}})
+        assert "".join(str(int(search._spared(stretch, each))) for each in others) == spared, close
+    search.budget = Budget(speed=2)
+    assert not any(search._spared(1, each) for each in others), "no closeness says what is too far"
 
 
 def test_the_worst_image_cannot_be_asked_closer_than_the_mean() -> None:
-    """Also by a metric of distances, which the errors of the command line do not try."""
     with pytest.raises(ElfattError, match=r"lowest=0\.1 is not accepted; the worst image cannot be closer"):
         check_wanted(Budget(0.2, lowest=0.1), "lpips", None, 24, None)
