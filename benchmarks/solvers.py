@@ -83,23 +83,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--images", type=int, default=8)
+    parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=SOLVERS)
     given = parser.parse_args()
     pipe = elfatt_sd.load_pipeline("toy")
     pipe.set_progress_bar_config(disable=True)
     own, found = pipe.scheduler, dict[str, dict[str, list[float]]]()
     with progress_of("solvers") as progress:
-        for number, solver in enumerate(SOLVERS):
+        for number, solver in enumerate(given.solvers):
             pipe.scheduler, untouched = make_scheduler(solver, own), None
             for name, way in WAYS.items():
                 path = given.out / f"{solver}-{name.replace(' ', '-').replace(',', '')}.json"
                 if not path.exists():
-                    progress(f"{solver}, {name}", number, len(SOLVERS))
+                    progress(f"{solver}, {name}", number, len(given.solvers))
                     untouched = untouched or list(images(pipe, given.images, None))
                     drawn = images(pipe, given.images, way)
                     write_json(path, [*map(psnr, untouched, drawn)])
                 found.setdefault(name, {})[solver] = json.loads(path.read_text(encoding="utf-8"))
-    print("|", " | ".join(["taken over in every 2nd step from the ninth to the last four", *SOLVERS]), "|")
-    print("| :--- |", " ---: |" * len(SOLVERS))
+    print("|", " | ".join(["taken over in every 2nd step from the ninth to the last four", *given.solvers]), "|")
+    print("| :--- |", " ---: |" * len(given.solvers))
     for name, rows in found.items():
         cells = (f"{statistics.fmean(row):.1f} ({min(row):.1f})" for row in rows.values())
         print("|", " | ".join([name, *cells]), "|")
