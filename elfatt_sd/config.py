@@ -256,8 +256,8 @@ class PatchConfig:
             if isinstance(error, FileNotFoundError) and os.path.isdir(path):
                 reason = f"the folder has no {SETTINGS}"
             raise ElfattError(
-                f"config={str(path)!r} {what} ({reason}); give a file that `PatchConfig.save` or "
-                "`elfatt-sd patch --save` wrote."
+                f"config={str(path)!r} {what} ({reason}); give a file or folder that elfatt-sd "
+                "wrote, such as `patch --save` does, or an id of the hub."
             ) from error
         try:
             return cls.from_dict(data)

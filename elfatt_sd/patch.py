@@ -267,13 +267,13 @@ def _plan(
 
 def _plan_auto(pipe: Any, config: PatchConfig, *others: Any) -> Plan:
     planned = _plan(pipe, method_named(FAST).with_settings(**config.changes), *others)
-    speed, modules = planned.call.speed, unwrap(main_denoiser(pipe)).modules()
+    speed, modules = round(planned.call.speed or 0, 2), unwrap(main_denoiser(pipe)).modules()  # as it is shown
     least = PAYS if device_of(modules, torch.device("cpu")).type in ("cpu", "meta") else PAYS_ON_A_GPU
     steps = f", {planned.steps} step{'s' * (planned.steps > 1)}" if planned.steps else ""
-    said = f"{FAST}, {speed or 0:.2f} times as fast by multiply-adds (latent {planned.grid}{steps})"
-    if speed is None or speed < least:
+    said = f"{FAST}, {speed:.2f} times as fast by multiply-adds (latent {planned.grid}{steps})"
+    if speed < least:
         said = f"untouched; {said} is below {least}"
-        if speed is None:
+        if not speed:
             said = "untouched, as the multiply-adds of a call cannot be counted; name a method"
         planned = _plan(pipe, method_named(UNTOUCHED).with_settings(**config.changes), *others)
     return replace(planned, auto=f"auto: {said}")

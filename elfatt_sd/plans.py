@@ -117,6 +117,13 @@ class Plan:
         return dataclasses.replace(self, blueprints=known)
 
     @property
+    def calls(self) -> int:
+        """Steps of the run, by calls of the denoiser as far as settings know them: PLMS has one more."""
+        origin = self.config.origin
+        known = origin.get("calls") if origin.get("steps") == self.steps else None
+        return known if isinstance(known, int) else self.steps or _STEPS
+
+    @property
     def call(self) -> PlannedCall:
         """The whole call that the self-attention is a part of; the first time, it takes a second or a few."""
         counts = {name: blueprint.multiply_adds(self.grid) for name, blueprint in self.blueprints}
@@ -125,7 +132,7 @@ class Plan:
             return PlannedCall(counts)
         before = sum(known) // self.turns
         after = before - self.multiply_adds_before + self.multiply_adds_after
-        plan = reused_steps(self.config.reuse, steps := self.steps or _STEPS)
+        plan = reused_steps(self.config.reuse, steps := self.calls)
         taken = [self._taking_over(each)[0] for each in plan if each is not None]
         after = (after * plan.count(None) + sum(taken)) // steps
         parts = [phase.until - phase.start for phase in self.phases]
@@ -184,7 +191,7 @@ class Plan:
                 f"{how.get(self.config.residuals, '16 bits, kept on the device')}; twice that with a negative prompt"
             )
         rows += [str(self.call)] if self.blueprints else []
-        rows += words_of_reuse(self.config.reuse, self.steps or _STEPS)
+        rows += words_of_reuse(self.config.reuse, self.calls)
         by_order = sorted(self.config.reuse, key=lambda each: each.order)
         for each in {each.cut: each for each in by_order}.values() if self.blueprints else ():
             work, kept = self._taking_over(each)
@@ -249,7 +256,8 @@ def make_plan(
     size: Grid,
     steps: int | None = None,
 ) -> Plan:
-    whole = {end if steps is None else math.ceil(end * steps - 1e-9) / steps: end for end in reversed(config.stretches)}
+    own = steps is None or config.origin.get("steps") == steps  # stretches that were tuned are of whole calls
+    whole = {end if own else math.ceil(end * steps - 1e-9) / steps: end for end in reversed(config.stretches)}
     shown, ends = zip(*sorted(whole.items()), strict=True)
     planned_layers, by_layer = [], []
     for name, (present, chosen) in layers.items():

@@ -275,6 +275,7 @@ def patch(
     model: Annotated[str, typer.Argument(help=f"{MODELS}; {', '.join(SHAPE_NAMES)} load nothing.")] = "toy",
     height: options.Height = None,
     width: options.Width = None,
+    steps: options.Steps = None,
     as_json: Json = False,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
 ) -> None:
@@ -299,7 +300,8 @@ def patch(
         quiet_libraries()
         pick_dtype(from_where.dtype, pick_device(from_where.device))
         pipe = sketch(model)
-    steps = chosen.config.origin.get("steps") or (EMBEDDED[model].steps if model in EMBEDDED else None)
+    if steps is None:
+        steps = chosen.config.origin.get("steps") or (EMBEDDED[model].steps if model in EMBEDDED else None)
     planned = plan(pipe, chosen.config, height=height, width=width, steps=steps, autotune=chosen.autotune)
     if planned.auto:
         written = chosen.arguments.replace(DEFAULT, planned.config.method, 1)

@@ -113,10 +113,11 @@ LOADING: dict[str, tuple[Any, Any]] = {
 Graphs = Annotated[bool, typer.Option("--graphs", help="Replay calls of the denoiser as CUDA graphs, where that pays.")]
 Height = Annotated[int | None, typer.Option(help="Height in pixels, a multiple of 8; the model's own if not given.")]
 Width = Annotated[int | None, typer.Option(help="Width in pixels, a multiple of 8; the model's own if not given.")]
+Steps = Annotated[int | None, typer.Option(help=STEPS)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PromptFile = Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="Prompts, one a line.")]
 DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "steps": optional(int, help=STEPS),
+    "steps": (Steps, None),
     "guidance": optional(float, help=GUIDANCE),
     "height": (Height, None),
     "width": (Width, None),

@@ -84,6 +84,7 @@ def make_page(load: Load, models: Sequence[str], method: str = AUTO, steps: int 
         given = [model, prompt, chosen, file, seed, count, guidance, *sizes, negative]
         shown = [images, *captions, figures, lines, saved, planned]
         button.click(draw, given, shown, show_progress_on=images)
+        page.unload(stop.set)  # nobody waits for it any more
         halt.click(stop.set, queue=False, api_visibility="private")
         if models[0] in EMBEDDED:  # an example, for others can take minutes
             page.load(draw, given, shown, show_progress_on=images, api_visibility="private")

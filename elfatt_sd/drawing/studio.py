@@ -96,7 +96,8 @@ def check_sizes(height: int | None, width: int | None) -> None:
 def read_image(path: Path | None, strength: float | None) -> Any:
     """Read an image to begin with, if there is one, and check how far to go from it."""
     if strength is not None and not (path and 0 < strength <= 1):
-        raise ElfattError(f"strength={strength:g} is not accepted; give a number above 0, at most 1, and an image.")
+        given = f"strength={strength:g} is not accepted; give a number above 0, at most 1"
+        raise ElfattError(given + (", and an image." if path is None else "."))
     if path is None:
         return None
     try:

@@ -168,6 +168,7 @@ def tune(
             except ElfattError as error:  # it does not go with this pipeline
                 warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=2)
         proof = search.prove(search.settle())
+        record["calls"] = search.calls
         return Tuned(
             config=UNTOUCHED if proof is None else proof.with_origin(pipe, budget, record),
             budget=budget,
@@ -179,7 +180,7 @@ def tune(
             untouched_seconds=search.seconds,
             floor=search.floor,
             images=(time.monotonic() - start) / search.seconds,
-            record=record | {"calls": search.calls},
+            record=record,
         )
 
 

@@ -22,7 +22,7 @@ from elfatt_sd.config import PatchConfig
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import main_denoiser
 from elfatt_sd.families.shapes import fingerprint
-from elfatt_sd.measure import student_quantile
+from elfatt_sd.measure import student_quantile, times_as_fast
 from elfatt_sd.methods.base import in_one_line
 from elfatt_sd.plans import input_grid
 from elfatt_sd.tuning.runs import Drawn, Sample
@@ -200,6 +200,10 @@ class Point:
     def times(self) -> float:
         return statistics.median(self.speed)
 
+    @property
+    def fast(self) -> str:
+        return times_as_fast([self.times], self.busy)
+
 
 @functools.cache
 def level_of_looks(error: float, looks: tuple[int, ...]) -> float:
@@ -340,10 +344,11 @@ class Proof:
             "size": f"{width}x{height}{clip}",
             "input": str(input_grid(pipe, height, width, len(frames) if clip else None)),
             **{name: record["settings"][name] for name in ("steps", "guidance")},
+            "calls": record["calls"],
             "scheduler": type(pipe.scheduler).__name__,
             **{name: record[name] for name in ("device", "dtype", "versions")},
             "asked": budget.words(self.measure),
-            "promised": f"{self.words()}; {self.point.times:.2f} times as fast",
+            "promised": f"{self.words()}; {self.point.fast}",
             "prompts": len({sample.prompt for sample in self.samples}),
             "images": len(self.samples),
             "date": time.strftime("%Y-%m-%d"),

@@ -16,7 +16,7 @@ from elfatt_sd.drawing.compare import BRIGHTER, difference, side_by_side
 from elfatt_sd.errors import ElfattError, ElfattFailure, need, shortened
 from elfatt_sd.evaluation.report.charts import BASE, INK, METHODS, drawing, figure_and_axes, legend_above, to_png
 from elfatt_sd.evaluation.report.page import SIDE, data_uri, flatten, page_template, webp
-from elfatt_sd.files import write_file
+from elfatt_sd.files import check_writable, write_file
 from elfatt_sd.measure import times_as_fast
 from elfatt_sd.patch import apply_patch, remove_patch
 from elfatt_sd.phases import Phase, reused_steps, words_of_reuse
@@ -58,6 +58,7 @@ class Tuned:
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the settings as a folder with a card, for `apply_patch`, `--method` and the hub (extra `eval`)."""
+        check_writable(Path(folder), f"folder={str(folder)!r}")
         self._write(Path(folder), Path(folder).absolute().name)
 
     def push_to_hub(self, repo_id: str, *, token: str | None = None, private: bool = False) -> str:
@@ -96,9 +97,10 @@ class Tuned:
     def report(self, folder: str | os.PathLike[str]) -> Path:
         """Write a page with the curve, the map of the choices, and images side by side, and return its path."""
         need("the page of a tuning", "jinja2", "matplotlib")
+        check_writable(Path(folder), f"folder={str(folder)!r}")
         with drawing():
             plot = to_png(curve(self))
-        page, settings = Path(folder, "index.html"), Path(folder, "settings.json")
+        page, settings = Path(folder, "index.html"), Path(folder, SETTINGS)
         self.save(settings)
         config, steps, pairs = self.config, self.record["calls"], []
         if proof := self.proof:
@@ -111,7 +113,6 @@ class Tuned:
             model=self.record["model"],
             lines=self.lines(),
             notes=self._notes(),
-            times_as_fast=times_as_fast,
             peaks=[peak_of(proof.untouched), peak_of(proof.tuned)] if proof else [],
             plot=plot,
             data_uri=data_uri,
@@ -162,7 +163,7 @@ class Tuned:
                 why = "no approximation is faster than exact attention in any layer, at this size on this machine"
             lines = [f"untouched: {why}", asked]
             if near := self.nearest:
-                lines.append(f"the nearest that can be promised: {near.words()}; {near.point.times:.2f} times as fast")
+                lines.append(f"the nearest that can be promised: {near.words()}; {near.point.fast}")
         else:
             point, images = proof.point, len(proof.samples)
             phases = [phase for phase in self.config.all_phases if not phase.exact]
@@ -190,7 +191,8 @@ class Tuned:
         for point in sorted(self.points, key=lambda each: each.times):
             times = "busy" if point.busy else f"{point.times:.2f}"
             measured = f"{times:>13} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}"
-            lines.append(f"{point.name:<16} {measured}")
+            star = "★ " * (proof is not None and point is proof.point)
+            lines.append(f"{star + point.name:<16} {measured}")
         return [*lines, *self._notes()]
 
     def _notes(self) -> list[str]:
@@ -249,7 +251,7 @@ def curve(tuned: Tuned) -> Figure:
 def _short(phase: Phase) -> str:
     if phase.dense:
         return phase.attention_dtype or "exact"
-    keys = max(int(getattr(phase.attention, name, 0)) for name in ("keys", "block_size"))
+    keys = max(int(getattr(phase.attention, name, 0)) for name in ("keys", "block_size", "agents"))
     text = f"{phase.attention.name.replace('_', ' ')} {keys or ''}".strip()
     if phase.merge.ratio:
         text = f"merge {phase.merge.ratio:.0%}"

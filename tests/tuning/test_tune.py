@@ -99,10 +99,10 @@ def test_what_is_found_is_close_and_fast_as_said(
     page = tuned.report(tmp_path / "page")
     text = page.read_text(encoding="utf-8")
     assert text.count('class="slider"') == text.count('alt="difference') == 8 and "--strength" in text
-    assert {path.name for path in page.parent.iterdir()} == {"index.html", "curve.png", "settings.json"}
-    assert PatchConfig.load(page.with_name("settings.json")) == tuned.config
-    offered = re.search(r'href="data:application/json;base64,(.*?)" download="settings.json"', text)[1]
-    assert base64.b64decode(offered) == page.with_name("settings.json").read_bytes()
+    assert {path.name for path in page.parent.iterdir()} == {"index.html", "curve.png", "elfatt_sd.json"}
+    assert PatchConfig.load(page.with_name("elfatt_sd.json")) == tuned.config
+    offered = re.search(r'href="data:application/json;base64,(.*?)" download="elfatt_sd.json"', text)[1]
+    assert base64.b64decode(offered) == page.with_name("elfatt_sd.json").read_bytes()
     assert re.search(rf"<h1.*: {re.escape(tuned.proof.promised)} promised \(90 %\), \d\.\d\d times as fast</h1>", text)
     assert "http:" not in text and "https:" not in text, "nothing from outside"
     sent = shared(monkeypatch)
