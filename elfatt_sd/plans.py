@@ -256,8 +256,8 @@ def make_plan(
     size: Grid,
     steps: int | None = None,
 ) -> Plan:
-    own = steps is None or config.origin.get("steps") == steps  # stretches that were tuned are of whole calls
-    whole = {end if own else math.ceil(end * steps - 1e-9) / steps: end for end in reversed(config.stretches)}
+    parts = None if config.origin.get("steps") == steps else steps  # stretches that were tuned are of whole calls
+    whole = {end if parts is None else math.ceil(end * parts - 1e-9) / parts: end for end in reversed(config.stretches)}
     shown, ends = zip(*sorted(whole.items()), strict=True)
     planned_layers, by_layer = [], []
     for name, (present, chosen) in layers.items():
