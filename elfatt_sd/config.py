@@ -417,7 +417,7 @@ def _file_of(place: str | os.PathLike[str]) -> Path:
         failed, why = ElfattError, f"no settings ({SETTINGS}) of that name are on the hub"
         if is_unreachable(error):
             failed, why = ElfattFailure, "the hub cannot be reached"
-        raise failed(f"settings {name!r} are not on this machine, and {why}: {shortened(error)}") from error
+        raise failed(f"config={name!r} is not on this machine, and {why}: {shortened(error)}") from error
     finally:
         set_verbosity(level)
 

@@ -203,7 +203,7 @@ def test_settings_come_from_the_hub(given: Any, failed: Any, says: str, tmp_path
     with pytest.raises(ElfattError) as caught:
         method_named("owner/name")
     message = str(caught.value)
-    assert type(caught.value) is failed and message.startswith("settings 'owner/name' ")
+    assert type(caught.value) is failed and message.startswith("config='owner/name' ")
     assert says in message and "\n" not in message
 
 
