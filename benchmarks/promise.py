@@ -29,7 +29,6 @@ RESULTS = Path(__file__).parents[1] / "eval" / "results" / "tuned_toy" / "result
 ASKED = (30.0, 35.0, 40.0, 45.0)
 OFF = 2.0  # dB, standard deviation of what predictions are off by in a tuning
 LEVELS = [round(20 + 0.25 * number, 2) for number in range(200)]  # predicted PSNR of choices, in dB
-Population = np.ndarray[Any, np.dtype[np.float64]]  # dB about their mean, by image; one row for each known mean
 
 
 class Pictures:
@@ -142,8 +141,8 @@ def tunings(pictures: Pictures, asked: float, count: int, seed: int = 0, images:
             drawn.append(len(proof.samples))
     return {
         "promised": promised / count,
-        "false": 1 - held / promised,
-        "bound below mean": bounded / promised,
+        "false": 1 - held / max(1, promised),
+        "bound below mean": bounded / max(1, promised),
         "dB above": statistics.fmean(above),
         "images": statistics.fmean(drawn),
         "cost": statistics.fmean(cost),

@@ -219,7 +219,7 @@ class PatchConfig:
         own = []
         for each in objects_of("per_layer", data.get("per_layer", ())):
             known_keys("per_layer.", each, ["layers", "phases"])
-            own.append(LayerPhases(each.get("layers", ""), phases_of(each)))
+            own.append(LayerPhases(str(each.get("layers", "")), phases_of(each)))
         reuse = reuse_of(data.get("reuse", ()))
         return cls(**{**data, "phases": phases_of(data), "per_layer": tuple(own), "reuse": reuse, "origin": origin})
 

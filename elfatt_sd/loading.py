@@ -107,11 +107,15 @@ def make_scheduler(name: str, own: Any) -> Any:
 def _begins(scheduler: Any) -> float:
     """Do the first step of a run, and return its timestep; whatever fails is raised."""
     count = min(_STEPS, scheduler.config.get("num_train_timesteps") or _STEPS)
-    scheduler.set_timesteps(count, **({"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}))
+    set_steps(scheduler, count)
     first, sample = scheduler.timesteps[0], torch.zeros(1, 3, 8, 8, dtype=torch.float32, device="cpu")
     with torch.random.fork_rng(devices=[]):
         scheduler.step(sample, first, sample)
     return float(first)
+
+
+def set_steps(scheduler: Any, count: int) -> None:
+    scheduler.set_timesteps(count, **({"mu": 1.0} if scheduler.config.get("use_dynamic_shifting") else {}))
 
 
 def _predicted(scheduler: Any) -> str:

@@ -35,7 +35,7 @@ from elfatt_sd.devices import standard_normal
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.methods import Attention, Prepared
 from elfatt_sd.patch import patches_of
-from elfatt_sd.phases import EXACT, Phase
+from elfatt_sd.phases import EXACT, Phase, reused_steps
 from elfatt_sd.plans import describe
 from elfatt_sd.runtime.call import LayerCall, image_of
 from elfatt_sd.runtime.denoiser import Patch
@@ -220,9 +220,9 @@ def _watch(
         if state is None or state.phase.exact or state.outcome != "done":
             return
         by_phase = dict[Phase, list[int]]()
-        for each in range(steps):
+        for each, taken in [*enumerate(reused_steps(patch.config.reuse, steps))][max(0, patch.schedule.run.first) :]:
             phase = layer.config.phase_at(each, steps)
-            if not phase.exact and each % phase.residual_steps == phase.residual_steps - 1:
+            if taken is None and not phase.exact and each % phase.residual_steps == phase.residual_steps - 1:
                 by_phase.setdefault(phase, []).append(each)
         wanted = {each[len(each) // 2] for each in by_phase.values()} if step is None else {step - 1}
         if state.call.step in wanted - done:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -326,7 +325,7 @@ def named(method: str) -> PatchConfig:
     if method in ALONE:
         return ALONE[method]
     if method not in METHODS and is_place(method):
-        return dataclasses.replace(PatchConfig.load(method), method=Path(method).stem)
+        return dataclasses.replace(PatchConfig.load(method), method=method)
     if ":" not in method:  # which `package.module:Class` has
         checks.choice("method", method, [*method_names(), *PEERS, *ALONE])
     return method_named(method)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,8 @@ def main() -> None:
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "99", "HF_HUB_VERBOSITY": "critical"}
     for variable, level in quiet.items():  # libraries read them when they are loaded
         os.environ.setdefault(variable, level)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a prompt, on a console or in a file of another encoding
     process["own"] = True
     app(prog_name="elfatt-sd")
 
@@ -123,8 +126,10 @@ def generate(
 ) -> None:
     """Draw images, each a PNG with its settings inside and a JSON file next to it."""
     from elfatt_sd.drawing.compare import closeness, compared
-    from elfatt_sd.drawing.studio import Request, Studio, read_prompts
+    from elfatt_sd.drawing.studio import Request, Studio
+    from elfatt_sd.evaluation.prompts import texts_of
     from elfatt_sd.evaluation.report.page import write_pairs
+    from elfatt_sd.loading import set_steps
     from elfatt_sd.visualize import check_wanted, watched_layers
 
     words = prompts or []
@@ -133,7 +138,7 @@ def generate(
             f"{len(words)} prompts, some of one word, look like one without quotes; give elfatt-sd generate "
             f'"{" ".join(words)}", or --each to draw every one of them (or --prompt-file, one a line).'
         )
-    prompts = [*words, *read_prompts(prompt_file)]
+    prompts = [*words, *texts_of(prompt_file)]
     asked = {"seed": seed, "num_images": num_images, "compare": compare, "explain": explain, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
@@ -151,7 +156,7 @@ def generate(
     studio = Studio(pipe, request, out)
     if explain:
         if step is not None:
-            pipe.scheduler.set_timesteps(studio.steps)
+            set_steps(pipe.scheduler, studio.steps)
             checks.whole("step", step, 1, len(pipe.scheduler.timesteps))
         with studio.patched():
             watched_layers(pipe, layer)
@@ -226,11 +231,12 @@ def try_methods(
     """
     from elfatt_sd.config import PatchConfig, method_named
     from elfatt_sd.drawing.compare import Sheet, Trial
-    from elfatt_sd.drawing.studio import Request, Studio, read_prompts
+    from elfatt_sd.drawing.studio import Request, Studio
+    from elfatt_sd.evaluation.prompts import texts_of
     from elfatt_sd.evaluation.report.page import write_pairs
     from elfatt_sd.loading import check_model
 
-    words = [*([" ".join(prompt)] if prompt else []), *(prompts or ()), *read_prompts(prompt_file)]
+    words = [*([" ".join(prompt)] if prompt else []), *(prompts or ()), *texts_of(prompt_file)]
     all_prompts, all_models = words or [PROMPT], [*([model] if model else []), *(models or ())]
     sources = {name: source(name) for name in all_models or ["toy"]}
     request = Request((all_prompts[0],), PatchConfig.preset("sd"), model=next(iter(sources)), seed=seed, **drawing)
@@ -260,9 +266,9 @@ def try_methods(
 
 
 def _check_file(save: Path | None) -> None:
-    if save is not None and save.is_dir():
-        raise ElfattError(f"save={str(save)!r} is a folder; give the name of a file.")
     if save is not None:
+        if save.is_dir():
+            raise ElfattError(f"save={str(save)!r} is a folder; give the name of a file.")
         check_writable(save.parent, f"save={str(save)!r}")
 
 
@@ -350,6 +356,7 @@ def tune(
 ) -> None:
     """Find the settings that a model can take on this machine, by closeness or by speed, and what can be promised."""
     from elfatt_sd.drawing import studio
+    from elfatt_sd.evaluation.prompts import texts_of
     from elfatt_sd.measure import progress_of
     from elfatt_sd.tuning import tune as tune_pipeline
     from elfatt_sd.tuning.proof import FEWEST, MOST, Budget, check_wanted
@@ -358,7 +365,7 @@ def tune(
     image, strength, size = asked.pop("image"), asked.pop("strength"), (asked["height"], asked["width"])
     studio.check_run(asked["steps"], guidance, asked["seed"], *size)
     studio.read_image(image, strength)
-    lines = studio.read_prompts(prompts) or None
+    lines = texts_of(prompts) or None
     checks.whole("num_images", asked["images"], FEWEST, MOST)
     check_wanted(budget, asked["metric"], lines, asked["images"], asked["frames"])
     _check_file(save)

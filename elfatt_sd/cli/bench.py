@@ -15,7 +15,7 @@ from elfatt_sd import errors as checks
 from elfatt_sd.cli.console import FAILURE, adds_options, name_and_value, optional, output, quiet_libraries
 from elfatt_sd.cli.options import ALONE, LOADING, METHODS, MODELS, PEER, PEERS, SHAPE_NAMES, UNET_NAMES, Graphs
 from elfatt_sd.errors import ElfattError, need
-from elfatt_sd.files import check_writable
+from elfatt_sd.files import check_writable, is_plain_name
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -124,7 +124,7 @@ def report(
 
 def _run(benchmark: str, out: Path | None, name: str | None, as_markdown: bool | None, **options: Any) -> None:
     """Check the options of a benchmark, run it, and show what it has, also when it is stopped."""
-    if name is not None and (out is None or Path(name).name != name):
+    if name is not None and (out is None or not is_plain_name(name)):
         raise ElfattError(f"name={name!r} is not accepted; give --out DIR and a name without a folder or an ending.")
     if out is not None:
         check_writable(out)
@@ -173,7 +173,7 @@ def read_method(text: str) -> Any:
     from elfatt_sd.benchmarking.variants import named, varied
 
     method, _, settings = text.rpartition(":")
-    if "=" not in settings:  # a name alone, or package.module:Class
+    if not method or "=" not in settings:  # a name alone, or package.module:Class
         named(text)  # checks it
         return text
     return varied(method, **dict(map(name_and_value, settings.split(","))))

@@ -115,7 +115,7 @@ Height = Annotated[int | None, typer.Option(help="Height in pixels, a multiple o
 Width = Annotated[int | None, typer.Option(help="Width in pixels, a multiple of 8; the model's own if not given.")]
 Steps = Annotated[int | None, typer.Option(help=STEPS)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-PromptFile = Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="Prompts, one a line.")]
+PromptFile = Annotated[Path | None, typer.Option("--prompt-file", metavar="FILE", help="One a line, .csv or .tsv.")]
 DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
     "steps": (Steps, None),
     "guidance": optional(float, help=GUIDANCE),

@@ -137,8 +137,9 @@ class Trial:
         for method in self.methods:
             size = self.studio.request.height, self.studio.request.width, None
             config = decided(self.studio.pipe, resolve(method, {}), (), size, self.studio.steps)
-            if config.active and config.method == UNTOUCHED:
-                config = replace(config, method="sd with settings")
+            if self.configs.get(config.method, config) != config:  # such as two files that were saved from one method
+                own = method if isinstance(method, str) else "with settings"
+                config = replace(config, method=f"{config.method}, {own}")
             self.configs[config.method] = config
         self.comparison = Comparison(list(self.configs), self._take, self.repeats)
         self.times = self.comparison.times
@@ -199,9 +200,9 @@ class Trial:
         """Return in a sentence which method to use here."""
         usable = [row for row in self.rows if row.usable]
         faster = [row for row in usable if min(row.ratios) >= WORTH]
-        if not usable:
+        if not usable and all(self.times.values()):
             return "No method changed the image in this run: give more steps, or a larger image."
-        few = "one run of each says little; give more repeats" * (self.repeats + self.again < 2)
+        few = "one run of each says little; give more repeats" * (min(map(len, self.times.values())) + self.again < 2)
         if said := self.comparison.busy() or few:
             return f"No recommendation: {said}."
         if not faster:
@@ -352,6 +353,7 @@ class Sheet:
         for model in self.models:
             pipe = self.load(Request(tuple(self.prompts), untouched, model=model, **self.settings))
             denoisers = find_denoisers(pipe)  # tokens of transformers cannot be merged
+            methods: list[str | PatchConfig]
             methods = [name for name in self.methods if is_auto(own := method_named(name)) or fits(own, denoisers)]
             for number, prompt in enumerate(self.prompts):
                 studio = Studio(pipe, Request((prompt,), untouched, model=model, **self.settings), Path(), on_step)
@@ -362,7 +364,7 @@ class Sheet:
 
                 trial.run(tell, warm_up=number == 0)
                 rows = trial.rows if number else chosen(trial.rows)
-                methods = [row.method for row in rows]
+                methods = [trial.configs[row.method] for row in rows]
                 self.rows.append((rows, trial.to_dict()))
 
     def by_method(self) -> dict[tuple[str, str], list[MethodResult]]:

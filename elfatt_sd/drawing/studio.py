@@ -108,20 +108,6 @@ def read_image(path: Path | None, strength: float | None) -> Any:
         raise ElfattError(f"image={str(path)!r} cannot be read ({reason}); give a PNG, a JPEG or the like.") from error
 
 
-def read_prompts(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors on Windows put a BOM first
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ElfattError(f"prompt_file={str(path)!r} cannot be read ({reason}); give a text file.") from error
-    prompts = tuple(line.strip() for line in lines if line.strip())
-    if not prompts:
-        raise ElfattError(f"prompt_file={str(path)!r} is empty; give a text file with one prompt a line.")
-    return prompts
-
-
 OnStep = Callable[[int, int], None]
 OnImage = Callable[[str, str], None]  # what was drawn, and what is wrong with it; the second is empty otherwise
 
@@ -231,18 +217,18 @@ class Studio:
             "image": None if request.image is None else str(request.image),
             "strength": self._options.get("strength"),
             "lora": None if request.lora is None else list(request.lora),
-            "device": str(pipe.device),
-            "machine": device_name(torch.device(pipe.device)),
+            "device": str(pipe._execution_device),
+            "machine": device_name(pipe._execution_device),
             "dtype": str(pipe.dtype).removeprefix("torch."),
             "versions": versions(),
             "seconds": shot.seconds,
             "peak_memory_bytes": shot.peak,
-            "peak_memory": peak_in_words(torch.device(pipe.device)),
+            "peak_memory": peak_in_words(pipe._execution_device),
         }
 
     def memory(self, shot: Shot) -> str:
         size = "not measured" if shot.peak is None else f"{shot.peak / 1e9:.2f} GB"
-        return f"{peak_in_words(torch.device(self.pipe.device))}: {size}"
+        return f"{peak_in_words(self.pipe._execution_device)}: {size}"
 
 
 def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Path:
@@ -251,6 +237,7 @@ def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Pat
     info.add_text("Software", f"elfatt-sd {elfatt_sd.__version__}")
     for name, value in record.items():
         text = value if isinstance(value, str) else json.dumps(value)
+        text = text.encode(errors="backslashreplace").decode()  # a path need not be text
         info.add_text(name, text) if text.isascii() else info.add_itxt(name, text)
     with atomic_file(path) as file:
         picture.save(file, format="PNG", pnginfo=info)
@@ -266,8 +253,8 @@ def peak_in_words(device: torch.device) -> str:
 
 def free_name(folder: Path, prompt: str) -> Path:
     taken = [int(match[1]) for path in folder.glob("[0-9]*") if (match := re.match(r"(\d+)-", path.name))]
-    words = "-".join(re.findall(r"\w+", prompt.lower()))[:60].rstrip("-") or "picture"
-    return folder / f"{max(taken, default=0) + 1:04d}-{words}.png"
+    words = "-".join(re.findall(r"\w+", prompt.lower()))[:60].encode()[:120].decode(errors="ignore")
+    return folder / f"{max(taken, default=0) + 1:04d}-{words.rstrip('-') or 'picture'}.png"
 
 
 def versions() -> dict[str, str]:
@@ -301,7 +288,7 @@ def warn_if_too_large(
         pixels = min(height * width, tile**2 if tile and getattr(vae, "use_tiling", False) else height * width)
         decoding = _DECODER * widths[min(1, len(widths) - 1)] * pixels * batch
         decoding *= 4 if hasattr(pipe, "upcast_vae") else each
-    need, device = max(denoising, decoding, _FRAME_BYTES * height * width * clip * batch), torch.device(pipe.device)
+    need, device = max(denoising, decoding, _FRAME_BYTES * height * width * clip * batch), pipe._execution_device
     free = memory_of(device)[1]
     if need > free:
         what = f"a batch of {batch} at" if batch > 1 else "an image of"
@@ -367,7 +354,7 @@ class Shot(NamedTuple):
 
 def draw(pipe: Any, prompt: str, seed: int, steps: int, given: dict[str, Any], on_step: OnStep) -> Shot:
     """Draw one image, or clip, with a pipeline as it is, and look whether it is one."""
-    device, generator = torch.device(pipe.device), torch.Generator().manual_seed(seed)
+    device, generator = pipe._execution_device, torch.Generator().manual_seed(seed)
     meter, scheduler, calls = PeakMeter(device), pipe.scheduler, 0
 
     def tell(step: Callable[[], Any]) -> Any:  # not every pipeline has `callback_on_step_end`

@@ -107,6 +107,10 @@ def read_prompts(source: PromptFile) -> list[tuple[int, str]]:
     return found
 
 
+def texts_of(file: Path | None) -> list[str]:
+    return [] if file is None else [text for _, text in read_prompts(PromptFile(str(file)))]
+
+
 def _value(place: str, row: Mapping[str, Any], column: str) -> str:
     if column not in row:
         raise ElfattError(f"{place} has no column {column!r}, but {', '.join(row)}; give one of these.")

@@ -240,8 +240,8 @@ class Family(ABC):
         return tuple(side) if isinstance(side, list | tuple) else (config.get("patch_size_t") or 1, side, side)
 
     def grid(self, module: nn.Module, latent: Grid) -> Grid:
-        """Return the grid of its input for a latent."""
-        return latent
+        """Return the grid that a layer attends over, for a latent: one frame, where clips have each on its own."""
+        return latent._replace(frames=1)
 
     def cuts(self, module: nn.Module) -> list[str]:
         """Return where it may be cut: `blocks-F-B` runs the first F and the last B of its blocks in every step."""

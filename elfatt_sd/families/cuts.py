@@ -113,7 +113,7 @@ class Block(Part):
         streams, taken = self._begin(args, kwargs, call), call.taken or {}
         if self.last:  # without what a ControlNet adds in between, which is in what was kept
             known = {name: taken.get(f"{self.stack} {name}") for name in streams}
-            streams |= {name: call.begun[name] + each for name, each in known.items() if each is not None}
+            streams |= {key: call.begun[key].to(each.device) + each for key, each in known.items() if each is not None}
         return tuple(map(streams.get, self.returns)) if self.returns else streams[self.main]
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, call: Taking) -> None:
@@ -122,7 +122,7 @@ class Block(Part):
         outputs = dict(zip(self.returns, output, strict=False)) if self.returns else {self.main: output}
         for name, each in outputs.items() if self.last else ():
             if each is not None and name in call.begun:
-                call.kept[f"{self.stack} {name}"] = each - call.begun[name]
+                call.kept[f"{self.stack} {name}"] = each - call.begun[name].to(each.device)
 
 
 class Whole(Part):
@@ -166,7 +166,7 @@ class Stand:
             holder, name = references[0], "original_forward" if references[0].original_forward else "forward"
         self.part, self.find, self.own = part, find, vars(holder).get(name)
         self.forward = getattr(holder, name)
-        functools.update_wrapper(self, self.forward)
+        functools.update_wrapper(self, self.forward, updated=())  # which may be the stand of another cut
         setattr(holder, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -186,7 +186,7 @@ def fingerprint(denoiser: nn.Module) -> str:
         if weight.device.type == "meta":
             return ""
         some = weight.detach().flatten()[:: max(1, weight.numel() // 8)][:8]
-        digest.update(f"{name}{tuple(weight.shape)}{torch.signbit(some).tolist()}".encode())
+        digest.update(f"{name}{tuple(weight.shape)}{torch.signbit(some.float()).tolist()}".encode())
     return digest.hexdigest()[:20]
 
 

@@ -77,7 +77,7 @@ def origin_in_words(origin: Mapping[str, Any]) -> str:
 def other_than(origin: Mapping[str, Any], **here: Any) -> str:
     """Say what differs from what settings were tuned for; empty where nothing does."""
     said = {"weights": "another model, or other weights", "input": "a latent of {} in place of {}", "steps": "{} steps"}
-    other = {name: value for name, value in here.items() if value and origin.get(name) not in (None, value)}
+    other = {key: new for key, new in here.items() if new not in (None, "") and origin.get(key) not in (None, new)}
     return ", ".join(said.get(name, name + " {}").format(other[name], origin[name]) for name in other)
 
 

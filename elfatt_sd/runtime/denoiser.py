@@ -218,7 +218,9 @@ class Patch:
         learning = torch.is_grad_enabled() or any(
             getattr(each, "requires_grad", False) for each in leaves([args, kwargs])
         )
-        self._find_step(replace(given, differentiated=learning), args, kwargs)
+        scale = kwargs.get("conditioning_scale", 1.0)  # 0 before a ControlNet begins, and after it has ended
+        whole = given.whole or not (any(scale) if isinstance(scale, list) else scale)
+        self._find_step(replace(given, differentiated=learning, whole=whole), args, kwargs)
         if self.call is not None:
             self.call.module = module
 
@@ -242,13 +244,14 @@ class Patch:
         history = memory.history.setdefault(place, {})
         if kept and not history:
             needed = sum((orders[name] + 1) * value.nbytes for name, own in kept.items() for value in own.values())
-            memory.needs[place] = memory.needs.get(place, 0.0) + needed
+            memory.needs[place] += needed
             check_differences(self.schedule.run, self.config, call.given.sample.device)
         for name, own in kept.items():
             values = {key: value.clone() for key, value in own.items()} if call.given.compiled else own
             history.setdefault(name, deque(maxlen=orders[name] + 1)).append((call.step, values))
         if call.last:  # what decodes the latents needs the memory
             history.clear()  # the other calls of the step may still take over
+            call.takings.clear()
 
     def _before_copy(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Pre-hook of the state of the first convolution alone, which is asked for to build another model of it."""
@@ -451,7 +454,7 @@ class Patch:
                 self.warn("no reuse", first=step + 1, steps=steps)
         elif self._cuts or any(phase.residual_steps > 1 for phase in config.all_phases):
             self.warn("no schedule")
-        elif position not in (ANYWHERE, BEYOND) and not torch.is_grad_enabled() and self.layers[0].layer.joint:
+        elif position not in (ANYWHERE, BEYOND) and not torch.is_grad_enabled() and self._family.joint:
             self.warn("noise level")
 
     def _warn_of_exact_layers(self, call: Call) -> None:
@@ -508,6 +511,6 @@ class Forward:
         try:
             output = self._compute(call.module, args, kwargs)
         finally:
-            if begins:
+            if begins or output is None:  # hooks are not told of Ctrl-C
                 patch.after_call(self._module, args, output)
         return output

@@ -281,7 +281,7 @@ def copies_of(sample: Tensor) -> int:
     rows = len(sample)
     if rows > 1 and sample.stride(0) == 0:  # one of several images stands for all
         return 1
-    for copies in (3, 2):
+    for copies in (2, 3):
         first, *others = sample.chunk(copies) if rows % copies == 0 else (sample,)
         if others and all(_are_equal(first, other) for other in others):
             return copies

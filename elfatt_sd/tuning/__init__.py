@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -13,6 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,7 +140,7 @@ def tune(
         raise ElfattError(f"inputs={inputs!r} is not accepted; give a dict.")
     for name in inputs or ():
         checks.choice("input", name, taken(pipe).keys() - _GIVEN)
-    measure = measure_named(metric, weights, str(getattr(pipe, "device", "cpu")))
+    measure = measure_named(metric, weights, str(pipe._execution_device))
     own_steps, own_guidance, own_prompts = _own(pipe)
     words = [*(own_prompts if prompts is None else prompts)]
     random.Random(0).shuffle(words)  # a list may begin with what is easy, and the first images may do
@@ -152,7 +152,7 @@ def tune(
     tell_cut_prompts(pipe, [*(sample.prompt for sample in samples), negative_prompt or ""])
     with restored(pipe):
         known = [(name, method_named(name)) for name in PRESETS if presets]
-        known += [("as it was", dataclasses.replace(patch.config, origin={})) for patch in patches_of(pipe).values()]
+        known += [("as it was", replace(patch.config, origin={})) for patch in [*patches_of(pipe).values()][:1]]
         remove_patch(pipe)
         runs, start = Runs(pipe, settings, progress), time.monotonic()
         record = _record(runs)
@@ -194,7 +194,7 @@ def _own(pipe: Any) -> tuple[int, float | None, list[str]]:
 
 def _record(runs: Runs) -> dict[str, Any]:
     """Return what the figures are of: model, settings, machine and versions."""
-    pipe, settings = runs.pipe, dataclasses.asdict(runs.settings)
+    pipe, settings = runs.pipe, {**vars(runs.settings), "inputs": dict(runs.settings.inputs)}
     for name, value in settings["inputs"].items():
         text = value if isinstance(value, int | float | str) else str(type(value))
         settings["inputs"][name] = short_hash(value.tobytes()) if hasattr(value, "tobytes") else text
@@ -238,7 +238,7 @@ class Search:
         if not drawn.same(recorded) and recorded.same(again):
             shutil.rmtree(self.store.folder, ignore_errors=True)  # the model repeats itself: it is another one
             drawn = self.store.drawn(first, lambda: recorded)
-        self.floor = self.measure.between(drawn, again)  # closeness of two untouched images of the same seed
+        self.floor = math.inf if drawn.same(again) else self.measure.between(drawn, again)
         more = (self.store.drawn(each, functools.partial(self.runs.draw_recorded, each)) for each in others)
         self.untouched: list[Drawn] = [drawn, *more]
         fresh = drawn.seconds == recorded.seconds  # seconds that are kept are those of another time
@@ -269,9 +269,9 @@ class Search:
             for cut, (every, order) in itertools.product(cuts, WAYS):
                 whole = StepReuse(1.0, cut, every, order, 0, 0)
                 if order and len(stretch) >= 2 * LEAST_STEPS:
-                    yield number, dataclasses.replace(whole, first=len(stretch) // 2)
+                    yield number, replace(whole, first=len(stretch) // 2)
                 if order and 0 < ending < len(stretch):
-                    yield number, dataclasses.replace(whole, last=ending)
+                    yield number, replace(whole, last=ending)
                 yield number, whole
 
     def _spared(self, number: int, reuse: StepReuse) -> bool:
@@ -279,8 +279,8 @@ class Search:
         wanted = [each for each in (self.budget.closeness, self.budget.lowest) if each is not None]
         if self.measure.name != "PSNR" or not wanted:
             return False
-        line = dataclasses.replace(reuse, order=1)
-        as_fast = {line, dataclasses.replace(line, cut=OUTPUT)} - {reuse}
+        line = replace(reuse, order=1)
+        as_fast = {line, replace(line, cut=OUTPUT)} - {reuse}
         for (place, own), drawn in self.model.reused.items():
             gentler = own.cut == reuse.cut and own.every <= reuse.every
             gentler = gentler and own.first >= reuse.first and own.last >= reuse.last
@@ -389,7 +389,7 @@ class Search:
         return max((choice for choice in self.curve if choice.psnr >= psnr), key=lambda choice: choice.saved)
 
     def _times(self, choice: Choice) -> float:
-        return self.seconds / (self.seconds - self.realised * choice.saved)
+        return self.seconds / max(1e-3 * self.seconds, self.seconds - self.realised * choice.saved)
 
     def _predicted_for(self, asked: float) -> float:
         """Return the predicted PSNR at which a closeness is to be expected."""
@@ -494,12 +494,13 @@ class Search:
                 best = proof
         if best is not None and best.point.times >= WORTH:
             return best
-        if self.budget.speed is not None and self.proofs:
-            near = max(self.proofs, key=lambda each: each.speed_bound)
-            raise ElfattFailure(
-                f"{self.budget.words(self.measure)}: cannot be promised on held-out images; the nearest choice is "
-                f"promised {near.speed_bound:.2f} times as fast, and {near.words()}. Ask for less of either."
-            )
+        if self.budget.speed is not None:
+            said = "no choice is expected to be faster than untouched"
+            if self.proofs:
+                near = max(self.proofs, key=lambda each: each.speed_bound)
+                fast = f"{near.speed_bound:.2f} times as fast"
+                said = f"the nearest choice is promised {fast}, and {near.words()}. Ask for less of either"
+            raise ElfattFailure(f"{self.budget.words(self.measure)}: cannot be promised on held-out images; {said}.")
         return None
 
     def prove_config(self, name: str, config: PatchConfig, predicted: float | None) -> Proof:

@@ -46,7 +46,7 @@ _MORE_PRECISE_FIRST: tuple[Narrower, ...] = ("float16", "bfloat16")
 _PLACEHOLDER = PatchConfig(
     "probe", residual_limit=10**6, per_layer=(LayerPhases("*", (Phase(1.0, "reuse", residual_steps=2),)),)
 )
-_Key = tuple[str, tuple[int, int], int]  # a layer, which of its calls in the step, and an approximation
+_Key = tuple[str, tuple[int, ...], int]  # a layer, its network and which of its calls in the step, an approximation
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ class Probe(ExactRun):
         place = self._place(state.call.step)
         if place is None:
             return
-        name, turn = state.layer.name, (state.call.place[0], state.calls)
+        name, turn = state.layer.name, (id(state.patched.patch), state.call.place[0], state.calls)
         self._latest.pop(name, None)
         copies = copies_of(state.call.given.sample)
         exact = rows_of(output, self._scale, copies)

@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -70,12 +70,12 @@ class Budget:
         """Whether the closest settings are looked for, and not the fastest."""
         return self.closeness is None and self.lowest is None
 
-    def keeps(self, measure: Measure, closeness: float, lowest: float, speed: float = math.inf, peak: int = 0) -> bool:
+    def keeps(self, measure: Measure, closeness: float, lowest: float, speed: float = math.inf, peak: int = 1) -> bool:
         """Tell whether figures, or their bounds, keep to it: mean and lowest closeness, speed, and bytes of memory."""
         pairs = ((closeness, self.closeness), (lowest, self.lowest))
         close = all(asked is None or measure.keeps(value, asked) for value, asked in pairs)
         fast = self.speed is None or speed >= self.speed
-        return close and fast and (self.memory is None or peak <= self.memory * 2**30)
+        return close and fast and (self.memory is None or 0 < peak <= self.memory * 2**30)
 
     def words(self, measure: Measure) -> str:
         parts, bound = [], "at least" if measure.higher else "at most"
@@ -100,10 +100,11 @@ def check_wanted(
         for name, value in (("closeness", closeness), ("lowest", lowest)):
             if value is not None:
                 checks.real(f"metric={metric!r} with {name}", value, *_RANGES.get(metric, (0.0, math.inf)))
-    if closeness is not None and lowest is not None and (lowest > closeness) is (metric not in ("lpips", "dists")):
+    better = min if metric in ("lpips", "dists") else max
+    if closeness is not None and lowest is not None and better(closeness, lowest) != closeness:
         asked = f"the mean, closeness={closeness:g}"
         raise ElfattError(f"lowest={lowest:g} is not accepted; the worst image cannot be closer than {asked}.")
-    words = [*prompts] if isinstance(prompts, Iterable) and not isinstance(prompts, str) else []
+    words = [*prompts] if isinstance(prompts, Collection) and not isinstance(prompts, str) else []
     written = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
     if prompts is not None and (not written or len(set(words)) < 2):
         raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
@@ -117,7 +118,6 @@ class Measure:
     name: str  # of the measure
     compare: Compare  # gives a number for an untouched image and another one of its size
     higher: bool = True  # whether a higher number is closer
-    best: float = math.inf  # of two equal images; infinity where there is no greatest number
     unit: str = ""  # of the number
     digits: int = 2  # after the point, for people
 
@@ -170,7 +170,7 @@ def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "
         def ssim(first: Image.Image, second: Image.Image) -> float:
             return float(structural_similarity(tensor(first).double(), tensor(second).double(), 255.0))
 
-        return Measure("SSIM", ssim, best=1.0, digits=3)
+        return Measure("SSIM", ssim, digits=3)
     if weights is None:
         raise ElfattError(f"metric={metric!r} needs weights; give torchvision's file of the network as weights.")
     from elfatt_sd.evaluation.metrics import Batch, load_closeness
@@ -180,7 +180,7 @@ def measure_named(metric: Metric | Compare, weights: Any = None, device: str = "
     def distance(first: Image.Image, second: Image.Image) -> float:
         return float(network.measure(Batch(tensor(second)[None], ("",), tensor(first)[None])))
 
-    return Measure(network.name, distance, higher=False, best=0.0, digits=3)
+    return Measure(network.name, distance, higher=False, digits=3)
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Point:
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.closeness)
+        return statistics.fmean([each for each in self.closeness if math.isfinite(each)] or [math.inf])
 
     @property
     def times(self) -> float:
@@ -337,12 +337,12 @@ class Proof:
     def with_origin(self, pipe: Any, budget: Budget, record: dict[str, Any]) -> PatchConfig:
         """Return settings that were proved, with what their file, and whoever applies them, is told."""
         frames, where = self.untouched[0].frames, record["model"] or record["pipeline"]
-        (width, height), clip = frames[0].size, f", {len(frames)} frames" * (len(frames) > 1)
+        width, height = frames[0].size
         origin = {
             "model": os.path.basename(os.path.abspath(where)) if os.path.exists(where) else where,
             "weights": fingerprint(main_denoiser(pipe)),
-            "size": f"{width}x{height}{clip}",
-            "input": str(input_grid(pipe, height, width, len(frames) if clip else None)),
+            "size": f"{width}x{height}" + f", {len(frames)} frames" * (len(frames) > 1),
+            "input": str(input_grid(pipe, height, width, len(frames))),
             **{name: record["settings"][name] for name in ("steps", "guidance")},
             "calls": record["calls"],
             "scheduler": type(pipe.scheduler).__name__,

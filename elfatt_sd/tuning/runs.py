@@ -159,7 +159,7 @@ class Runs:
     def __init__(self, pipe: Any, settings: DrawSettings, progress: Progress | None = None) -> None:
         self.pipe = pipe
         self.settings = settings
-        self.device = torch.device(pipe.device)
+        self.device = torch.device(pipe._execution_device)
         self._progress = progress
         self._steps_done = 0  # of all runs
         self._stage = ("", 0, 0.0)  # its name, the steps that were done before it, and the images that it draws

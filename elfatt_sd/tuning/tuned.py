@@ -197,7 +197,7 @@ class Tuned:
 
     def _notes(self) -> list[str]:
         lines = [point.busy for point in self.points if point.busy][:1]
-        if self.floor not in (math.inf, self.measure.best):
+        if self.floor != math.inf:
             again = f"two untouched images of one seed have {self.measure.words(self.floor)}"
             lines.append(f"the model does not repeat itself: {again}")
         cost = f"tuning took the time of {self.images:.0f} untouched images of {self.untouched_seconds:.2f} s"

@@ -131,7 +131,7 @@ def test_compare_shows_the_untouched_image_beside_it(model: Path, tmp_path: Path
     assert said.startswith("auto: untouched; elfatt-fast, 1.") and not files(tmp_path / "auto")
     assert error.startswith("error: the pipeline stays untouched (method='sd'), which is nothing to compare with; give")
     result = draw(model, tmp_path / "same", "--compare", "--method", "sd", "--attention-backend", "native")
-    assert "identical: sd with settings changed nothing in this run" in result.stdout
+    assert "identical: sd, with settings changed nothing in this run" in result.stdout
     assert "times as fast" not in result.stdout and record_of(tmp_path / "same" / f"{FIRST}.png")["identical"] is True
 
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     import jinja2
 
 PAGE = "index.html"
-_FILES = (PAGE, "table.*", "*.png", "written.json")  # the last one of earlier versions
+_FILES = (PAGE, "table.*", "*.png")
+_OF_ONE = ("prompt", "seed", "seconds", "untouched_seconds", "speed_ratio", "speed_ratios", "psnr_db", "identical")
 _EDGE, SIDE = 256, 512  # pixels of an image's longer side, among many and in a pair
 _COLUMNS, _PAIRS = 6, 3  # latents in the grid, and most changed images of a row
 _FRAMES = 24  # of a clip that are shown
@@ -86,7 +87,7 @@ def pictures_of(results: Results) -> tuple[list[list[Picture]], Changed]:
     made = {row: folder.made_images() for row, folder in folders.items() if folder.finished}
 
     def opened(row: Row, index: int) -> Image.Image | None:
-        with contextlib.suppress(OSError):  # deleted or damaged
+        with contextlib.suppress(OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # deleted or damaged
             return Image.open(io.BytesIO(read_plain(folders[row].image_file(index)))).convert("RGB")
         return None
 
@@ -162,7 +163,9 @@ def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -
     if not pairs or PACKAGES["jinja2"].missing:
         return None
     record, labels = json.loads(read_plain(image.with_suffix(".json"))), {pair.label for pair in pairs}
-    facts, own = record.get("trials", [record])[0], ("prompt", "seed") if len(labels) > 1 else ()
+    first, *others = record.get("trials", [record])
+    own = {"methods", *(_OF_ONE if len(labels) > 1 else ())}
+    facts = {name: value for name, value in first.items() if all(value == other.get(name) for other in others)}
     said = {", ".join(filter(None, row.caption(pair.busy))) for pair in pairs for row in (pair.untouched, pair.own)}
     pictures = [(pair.untouched.picture, pair.own.picture) for pair in pairs]
     parts = [[webp([each], SIDE) for each in (*both, difference(*both))] for both in pictures]
@@ -171,9 +174,9 @@ def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -
         findings=[line for line in lines if line not in said],
         shown=[(pair, *three) for pair, three in zip(pairs, parts, strict=True)],
         brighter=BRIGHTER,
-        facts=flatten({name: value for name, value in facts.items() if name not in ("methods", *own)}),
+        facts=flatten({name: value for name, value in facts.items() if name not in own}),
     )
-    write_file(image.with_suffix(".html"), text.encode())
+    write_file(image.with_suffix(".html"), text.encode(errors="backslashreplace"))
     return str(image.with_suffix(".html"))
 
 

@@ -371,7 +371,7 @@ def headline(results: Results) -> str:
     """Say what a user wants to know: the fastest method that is not shown to be worse, and how close it stays."""
     best = recommended(results)
     if best is None or best.speed is None:
-        return "Time was not measured."
+        return "No method was timed."
     times, spread = fixed(best.speed.value, 2), span(best.speed, 2)
     alone = "UNet alone, " if results.time_part == "unet" else ""
     figures = f"{best.name}: {times} times as fast as the untouched pipeline ({alone}{spread})"
@@ -400,8 +400,8 @@ def findings(results: Results) -> list[str]:
     """Speak of verdicts, chance, speed, and what limits the run: few images, unreadable ones, failed rows."""
     unreadable = [*dict.fromkeys(name for part in results.reference.values() for name in part.unreadable)]
     failed = [row.name for row in results.rows if row.failed]
-    limit = results.protocol.get("limit")
-    gaps = [f"A quick look: every row was limited to {plural(limit, 'image')}."] if limit else []
+    limits = {row.images for row in results.rows} & {results.protocol.get("limit")}
+    gaps = [f"A quick look: every row was limited to {plural(limit, 'image')}." for limit in filter(None, limits)]
     if unreadable:
         gaps.append(f"{plural(len(unreadable), 'reference image')} could not be read: {join_names(unreadable[:3])}.")
     gaps += [f"Failed: {join_names(failed)}."] if failed else []
@@ -477,7 +477,7 @@ def _null(results: Results) -> str:
 def _speed(results: Results) -> str:
     best, again = next(iter(_fastest(results)), None), results.null and results.null.speed
     if best is None or best.speed is None:
-        return "Time was not measured."
+        return ""
     timed = PARTS[results.time_part] + (f" on {results.hardware}" if results.hardware else "")
     noise = f"; the null row, untouched again: {_times(again)}" if again else ""
     if best is recommended(results):  # which the headline names, with its speed

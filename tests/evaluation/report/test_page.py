@@ -110,7 +110,7 @@ def test_missing_parts_are_no_error_and_told(tmp_path, results, change):
     save(tmp_path, results | change)  # a run without pictures
     shown = Page(write_report(load_results(tmp_path)))
     assert "No published table belongs" in shown.text or "Compare the direction" in shown.text
-    assert not shown.all("img") and "Time was not measured" in shown.text
+    assert not shown.all("img") and "No method was timed" in shown.text
     assert "nan" not in shown.text.lower().split() and "None" not in shown.text.split()
 
 
