@@ -27,6 +27,7 @@ from elfatt_sd.attention.ordering import BLOCK_ORDERS
 from elfatt_sd.benchmarking import Model, layer, layer_calls, layer_phases, pipeline, unet, unet_call, variants
 from elfatt_sd.benchmarking.report import Results, Session, clock, make_rows, markdown, own_part, save, show
 from elfatt_sd.benchmarking.variants import Variant, is_reference, line_up, patched_layers, resolve_methods, varied
+from elfatt_sd.cli.bench import read_method
 from elfatt_sd.config import PatchConfig, Phase, known_method
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import copy_structure
@@ -310,7 +311,7 @@ def test_lineups(methods: Any, options: dict[str, Any], snapshot: SnapshotAssert
     assert [*runs, "", *(f"{name} = {each.to_dict()['what']}" for name, each in lineup.variants.items())] == snapshot
 
 
-def test_methods_by_default_and_by_name(model: Model) -> None:
+def test_methods_by_default_and_by_name(model: Model, tmp_path: Path) -> None:
     """Settings change those of all presets and variations that have them."""
     everything = {config.method: config for config in resolve_methods(None, ratio=0.25, seed=3)}
     assert {config.seed for config in everything.values()} == {3}
@@ -318,6 +319,10 @@ def test_methods_by_default_and_by_name(model: Model) -> None:
     assert {"tome", "tome:reuse_steps=2"} <= ratios.keys() and {*ratios.values()} == {0.25}
     assert "elfatt:ratio=0" not in ratios
     assert everything["elfatt-fast"].with_settings(seed=0) == PatchConfig.preset("elfatt-fast")
+    saved = [str(tmp_path / name) for name in ("tomesd.json", "elfatt-fast.json", "ratio=0.5.json")]
+    for ratio, path in zip((0.1, 0.2, 0.3), saved, strict=True):
+        PatchConfig.preset("tome", ratio=ratio).save(path)
+    assert {config.method for config in resolve_methods([*map(read_method, saved), "elfatt-fast"])} > {*saved}
     with pytest.warns(UserWarning, match="method 'elfatt-fast:stride=3' has no setting stride"):
         line_up([varied("elfatt-fast", stride=3)], model.unet, by_phase=True)
     with pytest.raises(ElfattError, match="deepcache:cache_interval=2 is timed over a whole"):

@@ -155,14 +155,3 @@ def test_a_video_model_has_frames(folder: Path, loaded: dict[str, Any]) -> None:
     assert "layer 1 is `blocks.0.attn1`, layer 2 is `blocks.1.attn1`." in markdown(results)
     with pytest.raises(ElfattError, match="height=100"):
         orders("x", methods=[sampled], **{**RUN, **clip, "size": "64x100"})
-
-
-@pytest.mark.usefixtures("loaded")
-def test_what_is_not_accepted() -> None:
-    for options, says in (
-        ({"methods": ["tome"]}, "method 'tome' merges tokens"),
-        ({"methods": ["taylorseer"]}, "method='taylorseer' is not accepted here"),
-        ({"record_at": [7]}, "record_at=7 is not accepted; the run has the denoiser's calls 0 to 2"),
-    ):
-        with pytest.raises(ElfattError, match=says):
-            orders("x", size=64, **{**RUN, **options})

@@ -98,8 +98,8 @@ def test_what_is_recommended_and_what_is_on_a_sheet(monkeypatch: pytest.MonkeyPa
     """On a sheet, the fastest and the closest of the faster ones."""
     for rows, says in RECOMMENDED:
         monkeypatch.setattr(Trial, "rows", [UNTOUCHED, *rows])
-        trial = trial_of(pipe)
-        trial.times.update({row.method: list(row.times) for row in rows})
+        trial = trial_of(pipe, [row.method for row in rows], again=True)
+        trial.times.update({row.method: list(row.times) for row in trial.rows})
         assert says in trial.recommendation()
     for tried, shown in ON_A_SHEET:
         assert chosen([UNTOUCHED, *tried]) == [UNTOUCHED, *shown]
@@ -111,10 +111,13 @@ def test_a_sheet_tells_of_a_busy_machine(pipe: Any, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(compare, "LEAST", 0.0)
     set_clock(monkeypatch, [*(9, 9, 2, 1, 2), *(2, 1, last)])  # the first prompt warms each method up
     drawn = counting(monkeypatch, compare, "side_by_side", lambda *given: given)
-    seen: list[str] = []
-    sheet = Sheet(lambda request: pipe, ["toy"], ["a cat", "a dog"], ["sd", "tome"], settings={"steps": 2})
+    own, seen = str(tmp_path / "own.json"), list[str]()
+    PatchConfig.preset("tome", ratio=0.3).save(own)  # whose name is that of the preset
+    assert [*trial_of(pipe, ["tome", own]).configs] == ["sd", "tome", f"tome, {own}"]
+    sheet = Sheet(lambda request: pipe, ["toy"], ["a cat", "a dog"], ["sd", own], settings={"steps": 2})
     sheet.run(lambda said, fault: seen.append(said), lambda step, steps: None)
     assert len(seen) == sheet.images and seen[3].startswith("toy, a dog: untouched, round 1 of 1: 2.00 s")
+    assert all(trial["methods"][1]["config"]["phases"][0]["ratio"] == 0.3 for _, trial in sheet.rows)
     sheet.write(tmp_path)
     summary, *busy = sheet.figures()
     assert summary.startswith(f"toy, tome: 2.00 (2.00 to {last:.2f}) times as fast, PSNR ")

@@ -227,7 +227,8 @@ def test_too_much_is_refused_in_the_first_step(pipe: Any, clip: bool) -> None:
     if clip:
         pipe = like(diffusers.AnimateDiffPipeline, pipe, motion_adapter=tiny.motion_adapter())
     run = runner(pipe, num_inference_steps=6, **({"num_frames": 3} if clip else {}))
-    frames, layers = 3 if clip else 1, [layer for layer in elfatt_sd.plan(pipe, SHARED).layers if layer.patched]
+    frames, plan = 3 if clip else 1, elfatt_sd.plan(pipe, SHARED, frames=3 if clip else None)
+    layers = [layer for layer in plan.layers if layer.patched]
     of_one = kept_bytes([(layer.tokens, layer.channels) for layer in layers], torch.float32, "device") / GIB
     for config, rows in ((SHARED, 2 * frames), (LATE, 2 * frames), (GUIDED, frames)):
         check_limit(pipe, run, config, rows * of_one)
@@ -278,7 +279,8 @@ def test_rows_of_the_same_latents_are_seen() -> None:
     latents = torch.randn(2, 4, 8, 8, generator=generator())
     batches = [torch.cat([latents] * count) for count in (1, 2, 3)]
     batches += [torch.cat([latents, latents.flip(0)]), latents[:1], latents[:1].expand(4, -1, -1, -1)]
-    assert list(map(copies_of, batches)) == [1, 2, 3, 1, 1, 1]
+    batches.append(latents[:1].repeat(6, 1, 1, 1))  # three prompts of one seed
+    assert list(map(copies_of, batches)) == [1, 2, 3, 1, 1, 1, 2]
 
 
 def test_nothing_is_shared_where_latents_differ(pipe: Any) -> None:

@@ -84,7 +84,7 @@ def test_extrapolation_is_exact_for_polynomials() -> None:
     assert torch.equal(extrapolated(known, 0, 9)["b"], known[-1][1]["b"])
 
 
-@pytest.mark.parametrize("cut", ["shallow-1", "shallow-2", "output"])
+@pytest.mark.parametrize("cut", ["shallow-1", "shallow-2", "output", "two"])
 def test_a_run_computes_planned_steps_alone(cut: str) -> None:
     """Exact steps are bit for bit those of an untouched run as long as nothing was reused; others run less."""
     pipe = unet_pipe(unet=tiny_pipelines.unet(layers_per_block=2))
@@ -95,7 +95,8 @@ def test_a_run_computes_planned_steps_alone(cut: str) -> None:
         pipe.unet.register_forward_hook(lambda *call: outputs.append(call[2][0])),
     ]
     draw(pipe)
-    exact, config = [*outputs], reusing(cut)
+    two = StepReuse(0.5, "shallow-1", first=2, last=0), StepReuse(1.0, "shallow-2", first=0, last=1)
+    exact, config = [*outputs], PatchConfig(cut, reuse=two) if cut == "two" else reusing(cut)
     with elfatt_sd.patched(pipe, config):
         outputs.clear(), calls.clear()
         once = draw(pipe)
@@ -135,16 +136,17 @@ def test_a_deep_copy_has_cuts_of_its_own(name: str, whole: bool) -> None:
 def test_samplers_threads_and_interrupted_runs(scheduler: str) -> None:
     pipe = unet_pipe(scheduler=getattr(diffusers, scheduler).from_config(tiny_pipelines.ddim().config))
     with elfatt_sd.patched(pipe, reusing()):
-        once = draw(pipe)
+        once, left = draw(pipe), [False, True, True, True, True]
 
-        def stop(pipe: Any, step: int, *_: Any) -> Any:
-            if step == 4:
+        def stop(*_: Any) -> None:
+            if not left.pop():
                 raise KeyboardInterrupt
-            return {}
 
+        hook = pipe.unet.conv_out.register_forward_pre_hook(stop)
         with pytest.raises(KeyboardInterrupt):
-            draw(pipe, callback_on_step_end=stop)
-        assert torch.equal(draw(pipe), once)
+            draw(pipe)
+        hook.remove()
+        assert pipe.unet.elfatt_patch.call is None and torch.equal(draw(pipe), once)
         assert draw(pipe, height=48).shape != once.shape
         assert torch.equal(draw(pipe), once)
 
@@ -215,13 +217,16 @@ def test_hooks_that_bring_weights_still_run(package: str, hooks_first: bool) -> 
     assert not torch.equal(untouched, plain)
 
 
-@pytest.mark.parametrize("kind", ["Img2Img", "ControlNet"])
-def test_what_else_is_not_run(kind: str) -> None:
-    """A run that begins late computes everything until there is enough to take over. A ControlNet is not called."""
+@pytest.mark.parametrize(("kind", "end"), [("Img2Img", 1.0), ("ControlNet", 1.0), ("ControlNet", 0.5)])
+def test_what_else_is_not_run(kind: str, end: float) -> None:
+    """A run that begins late computes everything until there is enough to take over. A ControlNet is not called.
+
+    What it gave is not taken over after its end.
+    """
     net = unet = tiny_pipelines.unet()
     parts, given = dict[str, Any](), {**UNET, "guidance_scale": 1.0, "image": checks.picture()}
     if kind == "ControlNet":
-        parts["controlnet"] = net = tiny_pipelines.controlnet(unet)
+        parts["controlnet"], given["control_guidance_end"] = (net := tiny_pipelines.controlnet(unet)), end
     else:
         given = {name: given[name] for name in given if name not in ("height", "width")} | {"strength": 0.5}
     pipe = unet_pipe(f"StableDiffusion{kind}Pipeline", unet=unet, **parts)
@@ -230,7 +235,7 @@ def test_what_else_is_not_run(kind: str) -> None:
     net.mid_block.resnets[0].register_forward_pre_hook(lambda *_: ran.append(1))
     with elfatt_sd.patched(pipe, reusing()):
         drawn = run()
-    assert len(ran) == 8 - 3
+    assert len(ran) == 8 - (3 if end == 1 else 1)
     assert drawn.isfinite().all() and not torch.equal(drawn, exact)
 
 
