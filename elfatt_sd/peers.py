@@ -156,7 +156,7 @@ def running(pipe: Any, name: str, settings: Mapping[str, Any]) -> Iterator[None]
     Args:
         pipe: the pipeline.
         name: the name of the peer, such as `deepcache`; docs/tuning.md lists them.
-        settings: settings of the peer; those not given have the values of its package.
+        settings: settings of the peer; those not given have the values of `PEERS`.
 
     Raises:
         ElfattError: the package is missing, a setting is not known, or the peer does not go with the pipeline.

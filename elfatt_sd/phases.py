@@ -67,10 +67,10 @@ class AttentionSettings(TypedDict, total=False):
 class Settings(AttentionSettings, total=False):
     """Changes to a method by keyword, as `apply_patch` and `PatchConfig.preset` take them; no key is required.
 
-    `active_fraction` is the fraction of the run, from its first step, in which the method's own attention is active.
-    `residual_steps`, `residual_guidance` and `attention_dtype` are those of `Phase`. `PatchConfig` explains the others
-    below. The keys of `AttentionSettings` are accepted too: `ratio` and `stride` (see `Merge`), and the fields of
-    `Blocks`, `Sampled`, `CellSpread`, `Agents` and `Elfatt`. An attention of your own adds its fields.
+    `active_fraction` is how much of the run has the method's own attention: from its first step on or, if these are
+    exact, up to the last. `residual_steps`, `residual_guidance` and `attention_dtype` are those of `Phase`,
+    `PatchConfig` explains the others below. The keys of `AttentionSettings` are accepted: `ratio` and `stride` (see
+    `Merge`), and the fields of `Blocks`, `Sampled`, `CellSpread`, `Agents`, `Elfatt` and attentions of your own.
     """
 
     active_fraction: float
@@ -258,8 +258,8 @@ class LayerPhases:
     """Phases that some layers have in place of the configuration's own.
 
     Attributes:
-        layers: the layers' path in their denoiser, as `elfatt-sd patch` and `plan` print it. `*` stands for any text:
-            `up_blocks.3.*`.
+        layers: the layers' path in their denoiser, as `elfatt-sd patch --json` lists it, or `name` of
+            `plan(...).layers`. `*` stands for any text: `up_blocks.3.*`.
         phases: in order of `until`; none keeps the layers exact.
     """
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -142,10 +142,9 @@ def generate(
     asked = {"seed": seed, "num_images": num_images, "compare": compare, "explain": explain, **drawing}
     request = Request(tuple(prompts), chosen.config, chosen.autotune, model, **asked)
     check_writable(out)
-    try:
+    point: tuple[float, ...] = ()
+    with suppress(ValueError):
         point = tuple(map(float, at.split(",")))
-    except ValueError:
-        point = ()
     check_wanted(step, point)
     if explain:
         need("--explain", "matplotlib")
@@ -242,8 +241,7 @@ def try_methods(
     request = Request((all_prompts[0],), PatchConfig.preset("sd"), model=next(iter(sources)), seed=seed, **drawing)
     checks.whole("repeats", repeats, 1)
     chosen = list(methods or METHODS)
-    for each in chosen:
-        method_named(each)  # checks it
+    [*map(method_named, chosen)]  # checks them
     check_writable(out)
     drawn: Trial | Sheet
     if len(sources) > 1 or len(all_prompts) > 1:

@@ -137,6 +137,8 @@ class Trial:
         for method in self.methods:
             size = self.studio.request.height, self.studio.request.width, None
             config = decided(self.studio.pipe, resolve(method, {}), (), size, self.studio.steps)
+            if [*self.methods] == [*METHODS] and not fits(config, find_denoisers(self.studio.pipe)):
+                continue  # of all presets, those that the model can have
             if self.configs.get(config.method, config) != config:  # such as two files that were saved from one method
                 own = method if isinstance(method, str) else "with settings"
                 config = replace(config, method=f"{config.method}, {own}")

@@ -107,7 +107,7 @@ def tune(
         lowest: wanted closeness of the worst of `images` images, all of which are then drawn.
         confidence: probability with which a promise holds, above 0.5 and below 1.
         prompts: two or more, such as you use; by default those of the embedded pipelines, or a list of photographs.
-            The first ones serve the search, the others the proof.
+            A random order decides which serve the search, and which the proof.
         metric: `psnr`, `ssim`, `lpips`, `dists`, or a function of two PIL images, of which a higher value is closer.
         weights: for LPIPS and DISTS, torchvision's file of the network that it compares features of.
         steps: denoising steps; the pipeline's own by default.

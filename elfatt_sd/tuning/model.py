@@ -94,7 +94,7 @@ class Predictor:
     """Predicts, and chooses by its predictions.
 
     `MSE = sum of B_s w_ls (|sum of E|^2 + r * sum of |E - mean of E|^2) / N` over layers l and stretches s of N steps,
-    for the errors `E` of a layer in these steps, and its effect `w` on the image. See docs/tuning.md.
+    for the errors `E` of a layer in these steps, and its effect `w` on the image. See docs/method.md.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ def check_wanted(
     words = [*prompts] if isinstance(prompts, Collection) and not isinstance(prompts, str) else []
     written = all(isinstance(prompt, str) and prompt.strip() for prompt in words)
     if prompts is not None and (not written or len(set(words)) < 2):
-        raise ElfattError("prompts: give two or more different ones: the first serve the search, the others the proof.")
+        raise ElfattError("prompts: give two or more different ones: some serve the search, the others the proof.")
     checks.whole("images", images, FEWEST, MOST)  # fewer promise nothing of a mean
     if frames is not None:
         checks.whole("frames", frames, 1)
