@@ -22,7 +22,7 @@ from elfatt_sd.benchmarking.report import Session, markdown
 from elfatt_sd.benchmarking.variants import KEPT, UNTOUCHED, Variant, single_phases
 from elfatt_sd.cli.console import quiet_libraries
 from elfatt_sd.config import PatchConfig
-from elfatt_sd.devices import Bystanders, keep_freed_memory
+from elfatt_sd.devices import keep_freed_memory
 from elfatt_sd.families import copy_structure
 from elfatt_sd.measure import now, process_peak, timed
 
@@ -51,7 +51,7 @@ def compare(record: Session, name: str, rounds: int) -> None:
     """Run both kinds of process in turn, each time starting with the other one, and keep every round."""
     group = record.group({"size": MODELS[name][0], "batch": BATCH, "part": name})
     times, peaks = group["times"], group["peaks"]
-    bystanders, started = Bystanders(), now()
+    started = now()
     for turn in range(rounds):
         record.progress(name, turn, rounds)
         both = {ending: run(name, ending == KEPT) for ending in (("", KEPT), (KEPT, ""))[turn % 2]}
@@ -60,7 +60,7 @@ def compare(record: Session, name: str, rounds: int) -> None:
                 times.setdefault(label + ending, []).append(found[label])
                 known = peaks.setdefault(label + ending, {str(BATCH): 0})
                 known[str(BATCH)] = max(known[str(BATCH)], round(found["peak"]))
-        group["sittings"] = [{"started": started, "rounds": turn + 1, "bystanders": bystanders.share()}]
+        group["sittings"] = [{"started": started, "rounds": turn + 1, "bystanders": None}]
         record.work_out()
 
 

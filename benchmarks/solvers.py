@@ -93,7 +93,7 @@ def main() -> None:
             pipe.scheduler, untouched = make_scheduler(solver, own), None
             for name, way in WAYS.items():
                 path = given.out / f"{solver}-{name.replace(' ', '-').replace(',', '')}.json"
-                if not path.exists():
+                if not path.exists() or len(json.loads(path.read_text(encoding="utf-8"))) != given.images:
                     progress(f"{solver}, {name}", number, len(given.solvers))
                     untouched = untouched or list(images(pipe, given.images, None))
                     drawn = images(pipe, given.images, way)

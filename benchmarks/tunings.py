@@ -54,13 +54,14 @@ def row_of(pipe: Any, asked: float, number: int, given: argparse.Namespace) -> d
             pipe, closeness=asked, prompts=prompts, seed=1000 * (number + 1), presets=False, progress=tell, **run
         )
     found = tuned.to_dict()
+    own = given.images / f"{given.model}-{given.size}-{given.steps}-{given.guidance:g}"
     row: dict[str, Any] = {"config": found["config"], "untouched_images": found["images"], "others": []}
     if found["proof"] is not None:
         samples = found["proof"]["samples"]
         row |= {"promised": found["proof"]["promised"], "images": len(samples), "speed": found["proof"]["speed"]}
         with elfatt_sd.patched(pipe, PatchConfig.from_dict(found["config"])):
-            images = others(pipe, given, given.images / f"with-{short_hash(found['config'])}")
-        untouched = others(pipe, given, given.images / "untouched")
+            images = others(pipe, given, own / f"with-{short_hash(found['config'])}")
+        untouched = others(pipe, given, own / "untouched")
         row["others"] = [min(psnr(*pair), 100.0) for pair in zip(untouched, images, strict=True)]
     return row
 

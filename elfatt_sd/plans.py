@@ -386,5 +386,6 @@ def multiply_adds(phase: Phase, grid: Grid, channels: int, uses: int = 1, contex
     attention = phase.attention.fit(grid, merge).cost(Size(grid, merge.kept(grid), channels, context))
     exact = 0
     if phase.residual_steps > 1 and not phase.exact:
-        exact = multiply_adds(EXACT, grid, channels, context=context) // phase.residual_steps
+        shared = phase.residual_steps * (1 + phase.shares_guidance)  # where guidance has rows without the prompt
+        exact = multiply_adds(EXACT, grid, channels, context=context) // shared
     return matching + round(attention) + exact

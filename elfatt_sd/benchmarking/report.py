@@ -163,7 +163,7 @@ def make_rows(results: Results) -> list[dict[str, Any]]:
             bases = [base for base in results["bases"] if base in totals]
             names = [name for name, _ in run["parts"]]
             row = {**group["key"], "method": method, **_timing(totals[method], totals, bases, run["floor"])}
-            # The greatest peak of the parts at the timed batch, and its growth for one more image, which is two rows.
+            # The greatest peak of the parts at the timed batch, and its growth for two rows: an image with guidance.
             peaks = [group["peaks"].get(name, {}) for name in names]
             known_at = [{int(batch): peak for batch, peak in each.items() if peak is not None} for each in peaks]
             batches = sorted(set.intersection(*map(set, known_at)))
@@ -263,7 +263,7 @@ def _cells(
 ) -> list[list[str]]:
     """Return a head, and a line for each row and each part of its run, without the columns that have no value."""
     head = [*keys, "method", "time", *(f"times as fast as {base}" for base in bases)]
-    head, lines = [*head, "of its floor's time", "peak MiB", "GB for +1 image"], list[list[str]]()
+    head, lines = [*head, "of its floor's time", "peak MiB", "GB for +2 rows"], list[list[str]]()
     for row in rows:
         parts = [] if brief and len(row.get("parts", ())) == 1 else row.get("parts", ())
         for part in (row, *parts):

@@ -266,7 +266,8 @@ def line_up(
     floors: dict[str, Variant] = {}
     for config in configs if denoiser is None else _fitted(configs, denoiser, named=named):
         method = config.method
-        if by_phase and (config.reuse or differs_by_step(method)):
+        mixed = len({phase.residual_steps for phase in config.all_phases} - {1}) > 1
+        if by_phase and (config.reuse or mixed or differs_by_step(method)):
             raise ElfattError(f"{method} is timed over a whole run: elfatt-sd bench pipeline.")
         if differs_by_step(method):
             lineup.add(method, Variant(method))

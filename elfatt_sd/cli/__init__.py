@@ -377,7 +377,7 @@ def tune(
         pipe, asked["inputs"], size = studio.begin_with(pipe, image, strength, asked["steps"] or own_steps, *size)
         asked["height"], asked["width"] = size
     pipe.set_progress_bar_config(disable=True)
-    rows = studio.rows_of(pipe, own_guidance if guidance is None else guidance)
+    rows = studio.rows_of(pipe, own_guidance if guidance is None else guidance, asked["negative_prompt"])
     studio.warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
     with progress_of("steps") as tell:
         found = tune_pipeline(pipe, **vars(budget), prompts=lines, progress=tell, **asked)

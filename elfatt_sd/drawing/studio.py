@@ -160,7 +160,7 @@ class Studio:
         dimensions.check(height, width)
         if text := dimensions.small(height, width):
             warnings.warn(text, stacklevel=3)
-        warn_if_too_large(pipe, height, width, rows=rows_of(pipe, self.guidance))
+        warn_if_too_large(pipe, height, width, rows=rows_of(pipe, self.guidance, request.negative_prompt))
         config = decided(pipe, request.config, (), (height, width, None), self.steps)
         self.request = request = replace(request, config=config)
         if request.config.active and (height or width) and not request.autotune:
@@ -236,8 +236,7 @@ def write_image(path: Path, picture: Image.Image, record: dict[str, Any]) -> Pat
     info = PngInfo()
     info.add_text("Software", f"elfatt-sd {elfatt_sd.__version__}")
     for name, value in record.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        text = text.encode(errors="backslashreplace").decode()  # a path need not be text
+        text = value.encode(errors="backslashreplace").decode() if isinstance(value, str) else json.dumps(value)
         info.add_text(name, text) if text.isascii() else info.add_itxt(name, text)
     with atomic_file(path) as file:
         picture.save(file, format="PNG", pnginfo=info)
@@ -336,9 +335,10 @@ def guidance_options(pipe: Any, guidance: float | None, negative_prompt: str | S
     return {name: value for name, value in given.items() if value is not None and name in taken(pipe)}
 
 
-def rows_of(pipe: Any, guidance: float | None) -> int:
+def rows_of(pipe: Any, guidance: float | None, negative_prompt: str | None) -> int:
     config: Any = unwrap(main_denoiser(pipe)).config
-    return 1 if guidance is None or guidance <= 1 or config.get("guidance_embeds") else 2
+    guided = negative_prompt is not None if "true_cfg_scale" in taken(pipe) else not config.get("guidance_embeds")
+    return 2 if guided and guidance is not None and guidance > 1 else 1
 
 
 class Shot(NamedTuple):

@@ -48,7 +48,7 @@ from elfatt_sd.evaluation.records import MadeImage, RowCost, same_images
 from elfatt_sd.evaluation.run import COST_FILE, RowFolder, RunFolder
 from elfatt_sd.families import family_of, main_denoiser
 from elfatt_sd.files import read_plain, sha256_of_code, sha256_of_data, write_file, write_json
-from elfatt_sd.loading import load_pipeline, make_scheduler
+from elfatt_sd.loading import load_pipeline, make_scheduler, set_steps
 from elfatt_sd.measure import progress_of
 from elfatt_sd.patch import patched, plan
 from elfatt_sd.peers import packages_of, running
@@ -154,16 +154,17 @@ def costs(run: RunFolder, pipe: Any = None) -> dict[str, Any]:
     """Work out the density of attention and the multiply-adds of an image, of each row but a peer's."""
     protocol, rows = run.protocol, dict[str, RowCost]()
     pipe = load_protocol_pipeline(protocol) if pipe is None else pipe
-    frames = protocol.frames if protocol.frames > 1 else None
-    calls = protocol.steps * rows_of(pipe, protocol.guidance)
-    for cell in protocol.cells:
-        if cell.peer:
-            continue
+    frames = protocol.frames if makes_clips(pipe) else None
+    set_steps(pipe.scheduler, protocol.steps)
+    steps = len(pipe.scheduler.timesteps)
+    calls = steps * rows_of(pipe, protocol.guidance, protocol.negative_prompt or None)
+    for cell in [each for each in protocol.cells if not each.peer]:
         try:
-            found = plan(pipe, cell.config(), height=protocol.height, width=protocol.width, frames=frames)
+            config = cell.config()
+            found = plan(pipe, config, height=protocol.height, width=protocol.width, frames=frames, steps=steps)
             before, after = found.multiply_adds_before, found.call.after
             density = found.multiply_adds_after / before if before else 1.0
-            rows[cell.name] = RowCost(density, None if after is None else after * calls)
+            rows[cell.name] = RowCost(None if config.reuse else density, None if after is None else after * calls)
         except ElfattError as error:
             rows[cell.name] = RowCost(reason=str(error))
     return {"identity": run.record.identity, "rows": {name: asdict(cost) for name, cost in rows.items()}}
@@ -212,7 +213,7 @@ def check_size(protocol: Protocol, pipe: Any) -> None:
     if pipe.device.type == "cpu":  # a GPU's memory that runs out in timing is a result; a CPU's takes the machine down
         batches += [protocol.time.batch] if protocol.time else []
         batches += protocol.memory.batches if protocol.memory else []
-    size, rows = (protocol.height, protocol.width), rows_of(pipe, protocol.guidance)
+    size, rows = (protocol.height, protocol.width), rows_of(pipe, protocol.guidance, protocol.negative_prompt or None)
     warn_if_too_large(pipe, *size, rows=rows, batch=max(batches), frames=protocol.frames)
 
 

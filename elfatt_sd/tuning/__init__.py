@@ -495,12 +495,10 @@ class Search:
         if best is not None and best.point.times >= WORTH:
             return best
         if self.budget.speed is not None:
-            said = "no choice is expected to be faster than untouched"
-            if self.proofs:
-                near = max(self.proofs, key=lambda each: each.speed_bound)
-                fast = f"{near.speed_bound:.2f} times as fast"
-                said = f"the nearest choice is promised {fast}, and {near.words()}. Ask for less of either"
-            raise ElfattFailure(f"{self.budget.words(self.measure)}: cannot be promised on held-out images; {said}.")
+            near = max(self.proofs, key=lambda each: each.speed_bound, default=None)
+            said = near and f"the nearest choice is promised {near.speed_bound:.2f} times as fast, and {near.words()}"
+            said = f"cannot be promised on held-out images; {said or 'no choice is expected to be faster'}"
+            raise ElfattFailure(f"{self.budget.words(self.measure)}: {said}. Ask for less.")
         return None
 
     def prove_config(self, name: str, config: PatchConfig, predicted: float | None) -> Proof:

@@ -190,9 +190,8 @@ class Tuned:
             lines.append(f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}")
         for point in sorted(self.points, key=lambda each: each.times):
             times = "busy" if point.busy else f"{point.times:.2f}"
-            measured = f"{times:>13} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}"
-            star = "★ " * (proof is not None and point is proof.point)
-            lines.append(f"{star + point.name:<16} {measured}")
+            name = "★ " * (proof is not None and point is proof.point) + point.name
+            lines.append(f"{name:<16} {times:>13} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}")
         return [*lines, *self._notes()]
 
     def _notes(self) -> list[str]:

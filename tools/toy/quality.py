@@ -193,8 +193,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     loader: Any = DiffusionPipeline
     pipeline = loader.from_pretrained(options.pipeline).to(options.device)
+    folder = options.out / f"images-{options.steps}-{options.guidance:g}-{options.seed}"
     figures, images = measure(
-        pipeline, options.count, options.steps, options.guidance, options.seed, options.batch, options.out / "images"
+        pipeline, options.count, options.steps, options.guidance, options.seed, options.batch, folder
     )
     write_json(options.out / "quality.json", figures)
     save_sheet(images[:64], options.out / "sheet.png")
