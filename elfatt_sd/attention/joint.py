@@ -135,8 +135,7 @@ def run_agents(q: Tensor, agents: int) -> Tensor:
 
 
 def _seen(q: Tensor, keys: Keys) -> Part:
-    part = attend(q, keys.k, keys.v, bias=key_bias(keys.mask, q.dtype))
-    return part.weighted(math.log(keys.stands_for))
+    return attend(q, keys.k, keys.v, bias=key_bias(keys.mask, q.dtype)).weighted(math.log(keys.stands_for))
 
 
 def _with_context(q: Tensor, image: Part, context: Keys | None) -> Tensor:
@@ -168,8 +167,7 @@ def near_cells(q: Tensor, k: Tensor, v: Tensor, cells: int) -> Part:
     batch, tokens, heads, size = q.shape
     places, larger = tokens // cells, tokens % cells
     if not larger:
-        as_cells = (batch, places, cells * heads, size)
-        return attend(*(x.reshape(as_cells) for x in (q, k, v))).view(q.shape)
+        return attend(*(x.reshape(batch, places, cells * heads, size) for x in (q, k, v))).view(q.shape)
     whole = [x[:, : places * cells].reshape(batch, places, cells * heads, size) for x in (q, k, v)]
     cut = larger * heads
     rest = [x[:, places * cells :].reshape(batch, 1, cut, size) for x in (q, k, v)]

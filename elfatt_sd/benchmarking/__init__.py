@@ -256,8 +256,7 @@ def layer_calls(
     with torch.device("meta"):
         empty = Attention(CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS)
     attention, grid = fill(empty, device, dtype), Grid.image(side, side)
-    given = PlainProjections(attention, x)
-    projected = Projected(*given.project(x))
+    projected = Projected(*PlainProjections(attention, x).project(x))
 
     def merged_by_peer() -> Tensor:
         merge, unmerge = tomesd_matching(block_input, side, 0.5, 2)

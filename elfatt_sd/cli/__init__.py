@@ -146,6 +146,8 @@ def generate(
     with suppress(ValueError):
         point = tuple(map(float, at.split(",")))
     check_wanted(step, point)
+    if not explain and (layer, step, at) != (None, None, "0.5,0.5"):
+        raise ElfattError("--layer, --step and --at are accepted with --explain; give it too, or leave them out.")
     if explain:
         need("--explain", "matplotlib")
     pipe, say = source(model).load_for(request), functools.partial(typer.echo, err=as_json)

@@ -186,8 +186,7 @@ def verify_command(
 
     opened = RunFolder.open(run)
     quiet_libraries()
-    problems = verify_run(opened, recompute=recompute, progress=every_minute(_reporter(quiet)))
-    _stop_at(problems)
+    _stop_at(verify_run(opened, recompute=recompute, progress=every_minute(_reporter(quiet))))
     typer.echo(f"{run}: images and figures are as they were made")
 
 

@@ -248,6 +248,9 @@ class Images:
             if hashlib.sha256(content).hexdigest() != digest:
                 what = "was altered after generation (its sha256 is not the manifest's)"
                 raise ElfattError(f"{path} {what}; put it back, or delete its row's manifest to remake it.")
+            from PIL import Image
+
+            Image.MAX_IMAGE_PIXELS = None  # a clip is one tall image
             return decode(content)
 
         entries = [Entry(str(path), (path, digest)) for path, digest in zip(self.paths, self.sha256, strict=True)]

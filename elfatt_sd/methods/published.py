@@ -191,8 +191,7 @@ class Blocks(Attention):
         if not isinstance(prepared, _Halves):
             return self._inside(q, k, v, layer, slice(None))
         cut = q.shape[2] // 2
-        halves = [cut, q.shape[2] - cut]
-        (q1, q2), (k1, k2), (v1, v2) = (torch.split(x, halves, dim=2) for x in (q, k, v))
+        (q1, q2), (k1, k2), (v1, v2) = (torch.split(x, [cut, q.shape[2] - cut], dim=2) for x in (q, k, v))
         first = self._inside(q1, k1, v1, layer, slice(0, cut))
         q2, k2, v2 = (x.index_select(1, prepared.there) for x in (q2, k2, v2))
         second = self._inside(q2, k2, v2, layer, slice(cut, None))

@@ -78,8 +78,7 @@ class Sampled(Attention):
             return chosen if on_host is None else on_host[1][chosen]
 
         keys = draws.made("samples", count, places)
-        moved = lattice_order(grid, groups, draws.device) if self.lattice else None
-        order, inverse = moved or (None, None)
+        order, inverse = (lattice_order(grid, groups, draws.device) if self.lattice else None) or (None, None)
         return _Sample(order, inverse, keys=keys, groups=groups)
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:

@@ -235,6 +235,8 @@ class Patch:
             if call.last or not call.scheduled:
                 forget_read()
             if self._is_compiled():
+                if call.last:  # what decodes the latents needs the memory
+                    call.memory.buffers.clear()
                 call.memory.own([call.matchings, *(state.residuals for state in call.states.values())])
 
     def _keep(self, call: Call, orders: dict[str, int]) -> None:

@@ -161,8 +161,8 @@ def _obstacle(
         return f"it was given {query.shape[1]} tokens in place of {state.grid} and {image.start} of text"
     if query.shape[1] > image.stop - image.start and not state.phase.attention.joint:  # of given frames, for instance
         return f"it was given tokens besides those of {state.grid}, and {state.phase.attention.name!r} sees none"
-    if options.get("is_causal"):
-        return "its attention is causal"
+    if options.get("is_causal") or options.get("scale") is not None or options.get("enable_gqa"):
+        return "its attention is causal, or has a scale or groups of heads of its own"
     if mask is not None:
         per_query, masks_text = mask.ndim > 2 and mask.shape[-2] > 1, state.layer.masks_text  # type: ignore[attr-defined]
         of_keys = masks_text or (mask.dtype == torch.bool and not per_query)

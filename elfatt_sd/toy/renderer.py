@@ -181,5 +181,4 @@ VOCABULARY: tuple[str, ...] = tuple(dict.fromkeys([*_GRAMMAR.split(), *SHAPES, *
 
 def unknown_words(prompt: str) -> list[str]:
     """Words of a prompt that the toy never saw in training, in order and once each."""
-    words = re.findall(r"\w+", prompt.lower())
-    return [word for word in dict.fromkeys(words) if word not in VOCABULARY]
+    return [word for word in dict.fromkeys(re.findall(r"\w+", prompt.lower())) if word not in VOCABULARY]
