@@ -335,7 +335,7 @@ def guidance_options(pipe: Any, guidance: float | None, negative_prompt: str | S
     return {name: value for name, value in given.items() if value is not None and name in taken(pipe)}
 
 
-def rows_of(pipe: Any, guidance: float | None, negative_prompt: str | None) -> int:
+def rows_of(pipe: Any, guidance: float | None, negative_prompt: str | None = None) -> int:
     config: Any = unwrap(main_denoiser(pipe)).config
     guided = negative_prompt is not None if "true_cfg_scale" in taken(pipe) else not config.get("guidance_embeds")
     return 2 if guided and guidance is not None and guidance > 1 else 1
