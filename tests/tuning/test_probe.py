@@ -231,7 +231,7 @@ def test_calls_of_a_step_keep_differences_of_their_own() -> None:
         with Probe(pipe, stretches_of(2, 1)) as probe:
             run(num_inference_steps=2, guidance_scale=guidance)
             kept[guidance] = set(probe._kept)
-    assert {call for _, (call, _), _ in kept[5.0]} == {0, 1}
+    assert {call for _, (_, call, _), _ in kept[5.0]} == {0, 1}
     assert len(kept[5.0]) == 2 * len(kept[1.0])
 
 
