@@ -255,5 +255,4 @@ def commit_of(folder: Path) -> str | None:
     if _first_line(*git, "ls-files") is None:
         return None
     commit = _first_line(*git, "rev-parse", "HEAD")
-    changed = _first_line(*git, "status", "--porcelain", "--", ".")
-    return f"{commit}+changes" if commit and changed else commit
+    return f"{commit}+changes" if commit and _first_line(*git, "status", "--porcelain", "--", ".") else commit

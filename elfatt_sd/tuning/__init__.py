@@ -235,10 +235,12 @@ class Search:
         recorded = self.runs.draw_recorded(first)
         drawn = self.store.drawn(first, lambda: recorded)
         again = self.runs.draw(first)
-        if not drawn.same(recorded) and recorded.same(again):
-            shutil.rmtree(self.store.folder, ignore_errors=True)  # the model repeats itself: it is another one
+        self.floor = math.inf if recorded.same(again) else self.measure.between(recorded, again)
+        least = self.floor - NEAR * (self.measure.name == "PSNR")  # of two images of one model and seed
+        alike = self.floor < math.inf and self.measure.keeps(self.measure.between(drawn, recorded), least)
+        if not drawn.same(recorded) and not alike:  # another model made what is kept
+            shutil.rmtree(self.store.folder, ignore_errors=True)
             drawn = self.store.drawn(first, lambda: recorded)
-        self.floor = math.inf if drawn.same(again) else self.measure.between(drawn, again)
         more = (self.store.drawn(each, functools.partial(self.runs.draw_recorded, each)) for each in others)
         self.untouched: list[Drawn] = [drawn, *more]
         fresh = drawn.seconds == recorded.seconds  # seconds that are kept are those of another time
@@ -482,8 +484,7 @@ class Search:
                     rival = each
             rival, first = None if rival is found else rival, self.budget.by_speed  # where the choice comes first
             if rival and (not following or not left or (not first and rival.times >= self._times(following))):
-                config = fitted(rival.config, find_denoisers(self.runs.pipe))
-                proof = self.prove_config(rival.name, config, None)
+                proof = self.prove_config(rival.name, fitted(rival.config, find_denoisers(self.runs.pipe)), None)
             elif following is not None and (best is None or self._times(following) > best.point.times):
                 proof = self.prove_config("tuned", self.model.chosen(following), following.psnr)
             else:
