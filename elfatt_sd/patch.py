@@ -27,9 +27,9 @@ from elfatt_sd.runtime.layer import Layers, choose_layers, device_of, fitted, re
 from elfatt_sd.runtime.schedule import Schedule
 
 Pipeline = TypeVar("Pipeline")
-# Times as fast by multiply-adds, from which on `auto` patches. On a CPU at least what is counted was measured: 1.04 to
-# 1.07 for 1.04 (SD 1.5 at 256x256), 1.26 for 1.14 (SDXL), 1.41 for 1.15 (SD 1.5 at 512x512). Flux and Qwen-Image at
-# 1024x1024 have 1.10. An H100 gave half: 1.04 at best for 1.15, 1.15 for 1.31. See docs/performance.md.
+# Times as fast by multiply-adds, from which on `auto` patches. On a CPU UNets gained at least what is counted: 1.04 to
+# 1.07 for 1.04 (SD 1.5 at 256x256), 1.26 for 1.14 (SDXL), 1.41 for 1.15 (SD 1.5 at 512x512). Flux at 1024x1024 gained
+# 1.03 for 1.10. An H100 gave half: 1.04 at best for 1.15, 1.15 for 1.31. See docs/performance.md.
 PAYS, PAYS_ON_A_GPU = WORTH, 1.3
 OWN = (None, None, None)  # height, width and frames
 TakeOver = Sequence[str | type]

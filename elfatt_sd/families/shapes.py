@@ -218,7 +218,7 @@ class Dimensions:
             if pixels is not None and pixels < self.least:
                 raise ElfattError(
                     f"{name}={pixels} is not accepted; this model needs at least {self.least}, and is made for "
-                    f"{self.own[0]}x{self.own[1]}."
+                    f"{self.own[1]}x{self.own[0]}."
                 )
             if pixels is not None and pixels % self.multiple:
                 raise ElfattError(f"{name}={pixels} is not accepted; this model needs a multiple of {self.multiple}.")
