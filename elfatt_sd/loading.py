@@ -106,8 +106,7 @@ def make_scheduler(name: str, own: Any) -> Any:
 
 def _begins(scheduler: Any) -> float:
     """Do the first step of a run, and return its timestep; whatever fails is raised."""
-    count = min(_STEPS, scheduler.config.get("num_train_timesteps") or _STEPS)
-    set_steps(scheduler, count)
+    set_steps(scheduler, min(_STEPS, scheduler.config.get("num_train_timesteps") or _STEPS))
     first, sample = scheduler.timesteps[0], torch.zeros(1, 3, 8, 8, dtype=torch.float32, device="cpu")
     with torch.random.fork_rng(devices=[]):
         scheduler.step(sample, first, sample)

@@ -259,7 +259,7 @@ def _look(
 
         watched = type(kind.__name__, (kind,), {"attend": attend})
         state.phase = Phase(1.0, watched(**vars(phase.attention)), merge=phase.merge)
-        state.block_input = block_input
+        state.block_input, state.calls = block_input, turn - 1  # the call that was, for a matching that is reused
         again()
     state.phase, state.calls, state.outcome = phase, turn, "done"
     error, relative = errors(image_of(output, state)[ROW].float(), exact)
@@ -273,6 +273,8 @@ def _seen(
     """Return what an attention does with the tokens that it is given, as fields of a `Look`."""
     attention, merged = phase.attention, dict[float, Tensor]()
     q, k, _ = (x.float() for x in layer.project(tokens))
+    if prepared is not None and prepared.order is not None and prepared.order_for(layer.kernel["backend"]) is None:
+        q, k = q[:, prepared.order], k[:, prepared.order]  # a kernel reads them where they are
     context = layer.context and layer.context._replace(k=layer.context.k.float(), v=layer.context.v.float())
 
     def merge(ratio: float) -> Tensor:
@@ -288,7 +290,7 @@ def _seen(
     def exactly(q: Tensor, k: Tensor, v: Tensor, context: Keys | None) -> Tensor:
         return exact_attention(q, [Keys(k, v), *([context] if context else [])])
 
-    place = _places(state, phase, prepared)
+    place = _places(state, phase, prepared, len(tokens))
     sizes, own_place = np.bincount(place), int(place[query])
     weights, on_text = weights_of(attend, q, k, context, own_place)
     exact, exact_text = weights_of(exactly, q[:, own_place : own_place + 1], k, context, 0)
@@ -305,15 +307,15 @@ def _seen(
     if pools := attention.pools(q.shape[1]):
         agents.append(Grouping("are averaged into one agent", np.repeat(np.arange(len(pools)), pools)[place]))
     for ratio in merged:
-        if (matching := _matching(state, ratio)) is not None:
+        if (matching := _matching(state, ratio, len(tokens))) is not None:
             agents.append(Grouping("merge into one agent", _numbers(matching.groups[ROW])))
     into_one = Grouping("merge into one", place) if len(sizes) < state.grid.tokens else None
     return {"heads": tuple(heads), "merged": into_one, "agents": tuple(agents)}
 
 
-def _places(state: LayerCall, phase: Phase, prepared: Prepared | None) -> Labels:
+def _places(state: LayerCall, phase: Phase, prepared: Prepared | None, rows: int) -> Labels:
     """Return the place `[N]` that each token of the grid has among those that attention is given."""
-    matching = _matching(state, phase.merge.ratio)
+    matching = _matching(state, phase.merge.ratio, rows)
     if matching is not None and prepared is not None and prepared.sorts_merged:
         matching = matching.reordered(order_merged(prepared.order, matching.positions))
     if matching is not None:
@@ -323,8 +325,7 @@ def _places(state: LayerCall, phase: Phase, prepared: Prepared | None) -> Labels
     return _numbers(prepared.inverse)
 
 
-def _matching(state: LayerCall, ratio: float) -> Any:
-    rows = 1 if state.candidates is None else len(state.candidates.nearest)
+def _matching(state: LayerCall, ratio: float, rows: int) -> Any:
     return state.matching(torch.empty(rows, state.grid.tokens, 0, dtype=torch.float32, device="cpu"), ratio)
 
 

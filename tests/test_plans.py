@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from support import tiny_pipelines as tiny
 import elfatt_sd
 from elfatt_sd import patch
 from elfatt_sd.config import LayerPhases, PatchConfig, Phase
-from elfatt_sd.families import find_layers
+from elfatt_sd.families import find_layers, main_denoiser
 from elfatt_sd.families.shapes import Blueprint, sketch
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT
@@ -134,10 +135,13 @@ FASTER = "elfatt-fast, {} times as fast by multiply-adds (latent {})"
         ("sd15", {"height": 768, "width": 768}, "cuda", "elfatt-fast", FASTER.format("1.31", "96x96")),
     ],
 )
-def test_auto_is_what_pays(shape: str, given: Any, device: str, method: str, said: str, monkeypatch: Any) -> None:
+def test_auto_is_what_pays(shape: str, given: Any, device: str, method: str, said: str) -> None:
     """By family, size, number of steps and device."""
-    monkeypatch.setattr(patch, "device_of", lambda *_: torch.device(device))
-    plan = elfatt_sd.plan(sketch(shape), **given)
+    model = sketch(shape)
+    vars(main_denoiser(model))["_hf_hook"] = SimpleNamespace(
+        execution_device=device
+    )  # where offloaded weights are brought
+    plan = elfatt_sd.plan(model, **given)
     assert (plan.config, plan.auto) == (elfatt_sd.plan(sketch(shape), method).config, f"auto: {said}")
     assert str(plan).startswith(plan.auto) and plan.to_dict()["auto"] == plan.auto
 

@@ -157,8 +157,7 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> Part:
     blocks, _, _ = partition(q.shape[1], block_size)
     parts = []
     for piece, size in equal_parts(q.shape[1], blocks):
-        own = (x[:, piece].reshape(-1, size, *x.shape[2:]) for x in (q, k, v))
-        parts.append(attend(*own).view(q[:, piece].shape))
+        parts.append(attend(*(x[:, piece].reshape(-1, size, *x.shape[2:]) for x in (q, k, v))).view(q[:, piece].shape))
     return functools.reduce(_concatenated, parts)
 
 
@@ -186,12 +185,11 @@ def _far(q: Tensor, k: Tensor, v: Tensor, cells: int, groups: int, weighted: boo
     cell = torch.arange(keys, device=q.device) % cells
     more = (cell < (larger if weighted else 0)).to(q.dtype) * math.log1p(1 / places)  # of larger cells
     bias = more.expand(keys, -1).masked_fill(cell[:, None] == cell, excluded(q.dtype))[None, None]  # no own cell
-    as_groups = (batch * groups, keys, heads, size)
-    matrix = [x[:, : places * cells].reshape(as_groups) for x in (q, k, v)]
+    matrix = [x[:, : places * cells].reshape(batch * groups, keys, heads, size) for x in (q, k, v)]
     part = attend(*matrix, bias=bias).view((batch, places * cells, heads, size))
     if larger:  # the tokens left over see what the first group sees
-        left = attend(q[:, places * cells :], k[:, :keys], v[:, :keys], bias=bias[:, :, :larger])
-        part = _concatenated(part, left)
+        rest = q[:, places * cells :]
+        part = _concatenated(part, attend(rest, k[:, :keys], v[:, :keys], bias=bias[:, :, :larger]))
     return part.weighted(math.log(groups)) if weighted else part
 
 

@@ -211,8 +211,7 @@ def _static(order: str, grid: Grid, size: int, device: torch.device) -> Tensor:
         tokens = torch.arange(grid.tokens, device="cpu")
         return _deal(tokens[: blocks * base].view(base, blocks), tokens[blocks * base :], larger).to(device)
     bands = [_rolled(band, size) if order == "rolled cells" else band for band in _bands(grid, size)]
-    path = torch.cat([(band.flip(0) if index % 2 else band).flatten() for index, band in enumerate(bands)])
-    return path.to(device)
+    return torch.cat([(band.flip(0) if index % 2 else band).flatten() for index, band in enumerate(bands)]).to(device)
 
 
 def _bands(grid: Grid, cell: int) -> Iterator[Tensor]:
@@ -236,8 +235,7 @@ def _bands(grid: Grid, cell: int) -> Iterator[Tensor]:
 
 
 def _cut(length: int, parts: int) -> list[slice]:
-    edges = [length * part // parts for part in range(parts + 1)]
-    return [slice(*pair) for pair in itertools.pairwise(edges)]
+    return [slice(*pair) for pair in itertools.pairwise(length * part // parts for part in range(parts + 1))]
 
 
 def _rolled(band: Tensor, cell: int) -> Tensor:

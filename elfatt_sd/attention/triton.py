@@ -4,9 +4,10 @@ Queries and tokens are read and written where they are. Triton is there for Linu
 whether it serves.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -105,5 +106,6 @@ def sampled(
     flags = {"ORDERED": order is not None, "TEXT": context is not None, "BIAS": bias is not None}
     launch: Any = attend_kernel[-(-tokens // groups // blocks["BQ"]), groups, batch * heads]
     pointers = (q, k, v, out, q if order is None else order, text_k, text_v, q if bias is None else bias)
-    launch(*pointers, *strides, *numbers, head_size**-0.5, *weights, **flags, **blocks, **options)
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else torch.cuda.device_of(q):  # not the current one
+        launch(*pointers, *strides, *numbers, head_size**-0.5, *weights, **flags, **blocks, **options)
     return out

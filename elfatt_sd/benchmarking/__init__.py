@@ -13,6 +13,7 @@ import inspect
 import itertools
 import math
 import statistics
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -250,8 +251,7 @@ def layer_calls(
     """Return the calls of a layer by part: its attention alone, which no order changes, and the whole layer."""
     from diffusers.models.attention_processor import Attention
 
-    generator = torch.Generator().manual_seed(0)
-    x = standard_normal((batch, side * side, CHANNELS), generator).to(device, dtype)
+    x = standard_normal((batch, side * side, CHANNELS), torch.Generator().manual_seed(0)).to(device, dtype)
     block_input = x.mT.contiguous().mT  # channels first, as in a UNet
     with torch.device("meta"):
         empty = Attention(CHANNELS, heads=HEADS, dim_head=CHANNELS // HEADS)
@@ -407,7 +407,7 @@ def pipeline(
     twins = {name: twin(pipe, each) for name, each in lineup.variants.items()}
     for name, each in lineup.variants.items() if graphs else ():
         if each.kind in (UNPATCHED, "patch"):
-            elfatt_sd.graphs(twins[name])
+            elfatt_sd.graphs(twins[name], say=functools.partial(print, file=sys.stderr))
     about: dict[str, Any] = {"model": model, "dtype": str(precision).removeprefix("torch."), "steps": steps}
     about |= {"variants": lineup.described(), **({"variant": variant} if variant else {})}
     about |= {"graphs": True} if graphs else {}
@@ -418,10 +418,12 @@ def pipeline(
     for size in sizes:
         dimensions_of(pipe).check(*height_and_width(size))
         warn_if_too_large(pipe, *height_and_width(size), rows=2, batch=batch)
+    memory = memory and not graphs  # whose replays allocate nothing
     measured = [name for name, each in lineup.variants.items() if memory and each.kind != variants.FLOOR]
     for size in sizes:
         calls = {name: functools.partial(_run, each, inputs, size, steps) for name, each in twins.items()}
-        warm_up = {name: functools.partial(_run, each, inputs, size, min(steps, 5)) for name, each in twins.items()}
+        few = steps if graphs else min(steps, 5)
+        warm_up = {name: functools.partial(_run, each, inputs, size, few) for name, each in twins.items()}
         key = {"size": size, "batch": batch}
         record.time(key, calls, repeats, warm_up=warm_up)
         for name in measured:
@@ -437,6 +439,5 @@ def twin(pipe: Any, variant: Variant) -> Any:
 
 
 def _run(pipe: Any, inputs: dict[str, Any], size: Size, steps: int) -> Any:
-    generator = torch.Generator().manual_seed(0)
-    given = {**inputs, **exact_size(pipe, *height_and_width(size)), "generator": generator}
+    given = {**inputs, **exact_size(pipe, *height_and_width(size)), "generator": torch.Generator().manual_seed(0)}
     return pipe(**given, num_inference_steps=steps, output_type="pt")

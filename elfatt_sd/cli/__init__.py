@@ -148,6 +148,8 @@ def generate(
     check_wanted(step, point)
     if not explain and (layer, step, at) != (None, None, "0.5,0.5"):
         raise ElfattError("--layer, --step and --at are accepted with --explain; give it too, or leave them out.")
+    if graphs and compare:  # which patches anew for each image
+        raise ElfattError("--graphs is not accepted with --compare; elfatt-sd bench pipeline --graphs times both.")
     if explain:
         need("--explain", "matplotlib")
     pipe, say = source(model).load_for(request), functools.partial(typer.echo, err=as_json)

@@ -271,8 +271,7 @@ def try_methods(
         ElfattError: the pipeline cannot do what is asked for.
     """
     checks.whole("repeats", repeats, 1)
-    request = Request((prompt,), PatchConfig.preset(UNTOUCHED), **settings)
-    trial = Trial(Studio(pipe, request, Path()), methods, repeats)
+    trial = Trial(Studio(pipe, Request((prompt,), PatchConfig.preset(UNTOUCHED), **settings), Path()), methods, repeats)
     trial.run()
     return trial
 
@@ -368,6 +367,7 @@ class Sheet:
                 rows = trial.rows if number else chosen(trial.rows)
                 methods = [trial.configs[row.method] for row in rows]
                 self.rows.append((rows, trial.to_dict()))
+            del denoisers, pipe, studio, trial  # before another model is loaded
 
     def by_method(self) -> dict[tuple[str, str], list[MethodResult]]:
         """Return what each method did with all prompts, by pipeline and method."""

@@ -31,7 +31,7 @@ def make_page(load: Load, models: Sequence[str], method: str = AUTO, steps: int 
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     import gradio
 
-    cached, stop = functools.cache(load), threading.Event()
+    cached, stop = functools.lru_cache(1)(load), threading.Event()
 
     def draw(bar: Any = gradio.Progress(), *given: Any) -> Any:  # noqa: B008  # how Gradio hands a bar over
         def tell(step: int, of: int) -> None:

@@ -277,8 +277,7 @@ def warn_if_too_large(
     config: Any = unwrap(denoiser).config
     levels = config.get("block_out_channels")
     held = _UNET * levels[0] if levels else _TRANSFORMER * find_layers(denoiser)[0].channels
-    tokens = (height // dimensions.multiple) * (width // dimensions.multiple)
-    denoising = held * tokens * length * rows * batch * each
+    denoising = held * (height // dimensions.multiple) * (width // dimensions.multiple) * length * rows * batch * each
     vae: Any = getattr(pipe, "vae", None)
     decoding, given = 0.0, vae.config if hasattr(vae, "decoder") else {}
     widths = given.get("block_out_channels") or given.get("decoder_block_out_channels")

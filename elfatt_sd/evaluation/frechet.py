@@ -215,8 +215,7 @@ def by_class(features: Tensor, mean: Tensor, shift: Tensor, spectrum: Spectrum, 
             inside[chosen] = seen.square().sum(1) @ spectrum.shares.T
             found, slope[chosen], outside[chosen] = (_anew if large else _downdated)(seen, spectrum)
             # by interlacing, the others have no more degrees of freedom than the largest eigenvalues
-            largest = spectrum.shares[:, max(len(spectrum.values) - (rest - 1), 0) :]
-            phi[chosen] = torch.minimum(found, largest.sum(1))
+            phi[chosen] = torch.minimum(found, spectrum.shares[:, max(len(spectrum.values) - (rest - 1), 0) :].sum(1))
     kurtosis = (fourth * count / second.square()).nan_to_num(0).max().item()  # NaN where a feature does not vary
     return ByClass(sizes.to(torch.float64), along, sums, squares, roots, phi, slope, inside, outside, kurtosis)
 

@@ -136,8 +136,7 @@ def make_batch(run: RunFolder, pipe: Any, row: RowFolder, number: int, batch: Se
     made = []
     for prompt, seed, pixels in zip(batch, seeds, to_uint8(images), strict=True):
         buffer, path = io.BytesIO(), row.image_file(prompt.index)
-        rows = pixels.reshape(-1, *pixels.shape[-2:])  # the frames of a clip lie below each other
-        Image.fromarray(rows.numpy()).save(buffer, format="PNG")
+        Image.fromarray(pixels.reshape(-1, *pixels.shape[-2:]).numpy()).save(buffer, format="PNG")  # clips: tall
         write_file(path, buffer.getvalue())
         digest = hashlib.sha256(buffer.getvalue()).hexdigest()
         file = path.relative_to(row.folder).as_posix()

@@ -86,13 +86,13 @@ class PlainProjections:
     def project(self, tokens: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; k and v of the tokens at the places `keys` alone."""
         attention = self._attention
-        if self._fused and keys is not None and type(attention.to_qkv) is nn.Linear:
+        if self._fused and keys is not None and getattr(attention.to_qkv.forward, "__func__", 0) is nn.Linear.forward:
             # all tokens to queries, and some of them to keys and values, by the parts of the fused weight
             weight, bias, cut = attention.to_qkv.weight, attention.to_qkv.bias, attention.to_qkv.out_features // 3
             first, others = (None, None) if bias is None else (bias[:cut], bias[cut:])
             query = functional.linear(tokens, weight[:cut], first)
             key, value = functional.linear(tokens.index_select(1, keys), weight[cut:], others).chunk(2, dim=-1)
-        elif self._fused:  # with a LoRA, or in few bits
+        elif self._fused:  # with a LoRA, in few bits, or with a hook that brings weights
             query, key, value = attention.to_qkv(tokens).chunk(3, dim=-1)
             if keys is not None:
                 key, value = key.index_select(1, keys), value.index_select(1, keys)
@@ -182,7 +182,8 @@ class SelfAttention:
         """Return why a processor that is named cannot be taken over; empty if it can."""
         if any(hasattr(processor, attribute) for attribute in _RECORDS):
             return "it keeps the attention maps of every layer, and the pipeline fails without them"
-        return ""
+        few = getattr(self.attention, "inner_kv_dim", self.channels) != self.channels
+        return "its keys have fewer heads than its queries" if few else ""
 
     @property
     def processor(self) -> Any:

@@ -94,7 +94,7 @@ class JointFamily(Family):
         """Return what a call of a model was given; of timesteps by token, the noisiest one."""
         given = named(module, args, kwargs)
         before, grid = self.place(module, given)
-        timestep = given["timestep"].amax(1) if given["timestep"].ndim == 2 else given["timestep"]
+        timestep = given["timestep"].flatten(1).amax(1) if given["timestep"].ndim > 1 else given["timestep"]
         partial = bool(given.get("skip_layers"))  # of Stable Diffusion 3's guidance
         return Given(given["hidden_states"], timestep, grid, before=before, unit=self.unit, partial=partial)
 
@@ -141,13 +141,13 @@ def forget_read() -> None:
 
 
 def grid_of_ids(ids: Tensor) -> Grid:
-    """Read the grid off the position ids of images; those of reference images follow, with another first column."""
+    """Read the grid off the position ids of an image, whose first column is 0; those of references follow."""
     known = (ids if ids.ndim == 2 else ids[0]).to("cpu", torch.float64)
     own = known[: int((known[:, 0] == known[0, 0]).long().cumprod(0).sum())]
     row, column = (own[:, axis] - own[:, axis].min() for axis in (1, 2))
-    height, width = (int(axis.max()) + 1 for axis in (row, column))
-    expected = torch.arange(len(own), dtype=torch.float64, device="cpu")
-    whole = len(own) == height * width and torch.equal(row * width + column, expected)
+    height, rest = divmod(len(own), width := int((row == 0).sum()))
+    sides = [torch.arange(side, device="cpu").to(ids.dtype).double() for side in (height, width)]  # as they round
+    whole = known[0, 0] == 0 and not rest and torch.equal(torch.cartesian_prod(*sides).T, torch.stack([row, column]))
     return Grid.image(height, width) if whole else NO_GRID
 
 

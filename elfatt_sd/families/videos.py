@@ -28,6 +28,7 @@ class Wan(JointFamily):
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         given = super().arguments(module, grid, batch, fill)
         width: Any = module.config.image_dim  # type: ignore[union-attr]
+        batch *= 2 if module.config.pos_embed_seq_len else 1  # type: ignore[union-attr]  # of the first frame and the last
         return {**given, "encoder_hidden_states_image": fill(batch, 257, width)} if width else given
 
 
@@ -130,6 +131,7 @@ class CogVideoX(JointFamily):
         given = super().arguments(module, grid, batch, fill)
         given["hidden_states"] = given["hidden_states"].transpose(1, 2).contiguous()
         given["encoder_hidden_states"] = fill(batch, config.max_text_seq_length, config.text_embed_dim)
+        given |= {"ofs": fill(1)} if config.get("ofs_embed_dim") else {}
         if config.use_rotary_positional_embeddings:
             turn = fill(grid.tokens, config.attention_head_dim)
             given["image_rotary_emb"] = (turn, turn)

@@ -103,8 +103,7 @@ class Draws:
     def uniform(self, what: str, count: int) -> Tensor:
         """Return `count` numbers in [0, 1), on the CPU; other words in `what` give other numbers."""
         key = f"{self.seed}/{self.step}/{self.layer}/{what}".encode()
-        seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big")
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big"))
         return torch.rand(count, generator=generator, dtype=torch.float32, device="cpu")
 
     def upload(self, drawn: Tensor) -> Tensor:

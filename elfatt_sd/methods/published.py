@@ -96,8 +96,7 @@ class Agents(Attention):
 
     def cost(self, size: Size) -> float:
         """Every agent meets every token twice: as a query, and as a key. Merged ones have a projection of their own."""
-        merged = self.agent_source == "merged"
-        agents = round(size.grid.tokens * (1 - self.agent_ratio)) if merged else self.agents
+        agents = round(size.grid.tokens * (1 - self.agent_ratio)) if self.agent_source == "merged" else self.agents
         pairs = self.agent_share * 2 * agents + (1 - self.agent_share) * self.block_size
         own = agents * size.channels**2 if self.matches else 0
         return size.projections(size.tokens, size.tokens) + own + size.attention(pairs)
@@ -233,8 +232,7 @@ def order_tokens(order: BlockOrder, grid: Grid, size: int, draws: Draws, what: s
     noise = draws.made(what, grid.tokens, lambda drawn: drawn) if order == "spread" else None
     draws.anew = draws.anew or noise is not None  # sorted on the device, which is faster at it
     places = block_permutation(order, grid, size, noise=noise, device=draws.device)
-    inverse = None if places is None else inverse_permutation(places)
-    return Prepared(places, inverse, sorts_merged=order != "sequence")
+    return Prepared(places, None if places is None else inverse_permutation(places), sorts_merged=order != "sequence")
 
 
 def fitted_block_size(wanted: int, tokens: int) -> int:

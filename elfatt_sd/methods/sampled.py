@@ -93,8 +93,7 @@ class Sampled(Attention):
             return sampled(q, k, v, prepared.groups, order=order, stands_for=stands_for, context=layer.context)
         if not in_place:
             return self._attend(q, k, v, prepared.groups, stands_for, layer)
-        mixed = self._attend(q[:, order], k, v, prepared.groups, stands_for, layer)
-        return mixed.index_select(1, prepared.inverse)
+        return self._attend(q[:, order], k, v, prepared.groups, stands_for, layer).index_select(1, prepared.inverse)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, groups: int, stands_for: float, layer: Layer) -> Tensor:
         if layer.context is None:

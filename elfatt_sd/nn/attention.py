@@ -161,7 +161,8 @@ class ElfattAttention(nn.Module):
         if self.global_heads == "focused":
             return focused_attention(q, k, v)
         image = q.reshape(len(q), *sides, -1).permute(0, 3, 1, 2)
-        pooled = F.adaptive_avg_pool2d(image, math.isqrt(self.agents)).flatten(2).transpose(1, 2)
+        rows = min(sides[0], max(math.isqrt(self.agents), self.agents // sides[1]))
+        pooled = F.adaptive_avg_pool2d(image, (rows, min(sides[1], self.agents // rows))).flatten(2).transpose(1, 2)
         return agent_attention(q, k, v, pooled.reshape(len(q), -1, *q.shape[2:]))
 
 
@@ -201,7 +202,7 @@ def focused_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """FLatten's linear attention, of features `relu(x)^3` as long as `relu(x)`; without its learnt scale of q and k."""
     dtype = q.dtype
     q, k, v = (each.transpose(1, 2).to(torch.promote_types(dtype, torch.float32)) for each in (q, k, v))
-    with torch.autocast(q.device.type, enabled=False):
+    with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
         q, k = (F.relu(each) + 1e-6 for each in (q, k))
         q, k = (F.normalize(each**3, dim=3) * torch.linalg.vector_norm(each, dim=3, keepdim=True) for each in (q, k))
         mixed = q @ (k.transpose(2, 3) @ v) / (q @ k.sum(2).unsqueeze(3))

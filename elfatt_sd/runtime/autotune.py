@@ -102,9 +102,10 @@ class Tuner:
         around = modules_around(self._denoiser, [state.layer.name])
         if self.compiling or any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in around):
             return Decision(obstacle="not measured, because torch.compile was applied")
-        kind = sample.device.type
+        kind, original = sample.device.type, state.patched.original
         autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        where = state.index, state.grid, state.patched.original, state.patched.fused, phase
+        backend = getattr(original, "_attention_backend", "")
+        where = state.index, state.grid, original, backend, state.patched.fused, phase
         given = sample.shape, sample.dtype, sample.device, autocast, torch.get_num_threads(), _copies(state, phase)
         if (where, given) not in self._keys:
             self._keys[where, given] = decision_key(state, phase, sample)
@@ -191,7 +192,7 @@ def measure_phases(layer: PatchedLayer, denoiser: Any, size: Grid) -> dict[Phase
     device = device_of(module.modules(), module.device)
     fill = functools.partial(torch.zeros, device=device, dtype=module.dtype)
     sample = family_of(module).call(module, (), family_of(module).arguments(module, size, 2, fill)).sample
-    tuner, decisions = Tuner(denoiser), {}
+    tuner, decisions = Tuner(denoiser if hasattr(denoiser, "_orig_mod") else module), {}
     state = LayerCall(layer, Call(layer.patch.config), layer.layer.grid(size))
     state.call.copies = len(sample)
     for phase in layer.config.phases:
@@ -219,7 +220,9 @@ def decision_key(state: LayerCall, phase: Phase, sample: Tensor) -> str:
     dtype = str(sample.dtype)
     if torch.is_autocast_enabled(device.type):
         dtype += f" under autocast to {torch.get_autocast_dtype(device.type)}"
-    exact = type(state.patched.original).__qualname__ + ", fused projections" * state.patched.fused
+    original = state.patched.original
+    exact = f"{type(original).__qualname__} {getattr(original, '_attention_backend', '')}"
+    exact += ", fused projections" * state.patched.fused
     versions = f"torch {torch.__version__}, diffusers {diffusers.__version__}, elfatt-sd {elfatt_sd.__version__}"
     name = device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} of {device_name(device)}"
     parts = [name, versions, f"{shape}, {attention.heads} heads, {dtype}", exact]

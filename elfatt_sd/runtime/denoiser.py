@@ -23,7 +23,7 @@ from elfatt_sd.devices import refuse_tracing
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import Given, family_of, find_denoisers, unwrap
 from elfatt_sd.families.cuts import OUTPUT, Cuts, Stand, Taking, put_back
-from elfatt_sd.families.joint import forget_read
+from elfatt_sd.families.joint import forget_read, named
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase, reused_steps
 from elfatt_sd.runtime import warn, warn_of_origin
@@ -218,7 +218,7 @@ class Patch:
         learning = torch.is_grad_enabled() or any(
             getattr(each, "requires_grad", False) for each in leaves([args, kwargs])
         )
-        scale = kwargs.get("conditioning_scale", 1.0)  # 0 before a ControlNet begins, and after it has ended
+        scale = named(self.module, args, kwargs).get("conditioning_scale", 1.0)  # 0 outside of a ControlNet's steps
         whole = given.whole or not (any(scale) if isinstance(scale, list) else scale)
         self._find_step(replace(given, differentiated=learning, whole=whole), args, kwargs)
         if self.call is not None:

@@ -39,6 +39,7 @@ from elfatt_sd.runtime.schedule import Schedule
 
 PAYS, ROUNDS = 1.03, 3  # times as fast as eager, below which graphs are off; rounds in which both are timed
 _MOST = 64  # kinds of calls that are told apart
+_stream = functools.cache(torch.cuda.Stream)  # of a device, on which all of its graphs are captured
 
 
 class CudaGraph:
@@ -51,8 +52,8 @@ class CudaGraph:
 
     def capture(self, function: Callable[[], Any]) -> Any:
         """Return what the function gives; its tensors have values after a replay alone, and others after the next."""
-        how: Any = {"pool": self.pool, "capture_error_mode": "thread_local"}  # other threads go on
-        with torch.cuda.device(self._device), torch.cuda.graph(self._graph, **how):
+        how: Any = {"pool": self.pool, "stream": _stream(self._device), "capture_error_mode": "thread_local"}
+        with torch.cuda.device(self._device), torch.cuda.graph(self._graph, **how):  # other threads go on
             return function()
 
 

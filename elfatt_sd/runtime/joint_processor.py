@@ -164,7 +164,8 @@ def _obstacle(
     if options.get("is_causal") or options.get("scale") is not None or options.get("enable_gqa"):
         return "its attention is causal, or has a scale or groups of heads of its own"
     if mask is not None:
-        per_query, masks_text = mask.ndim > 2 and mask.shape[-2] > 1, state.layer.masks_text  # type: ignore[attr-defined]
+        per_query = mask.ndim > 1 and mask.shape[-2] > 1 and mask.shape != (len(query), key.shape[1])
+        masks_text = state.layer.masks_text  # type: ignore[attr-defined]
         of_keys = masks_text or (mask.dtype == torch.bool and not per_query)
         if not of_keys or (mask.ndim == 4 and mask.shape[1] != 1):
             return "it was given a mask that is not of keys alone"
@@ -201,7 +202,7 @@ class _Joint:
         self._state = state
         self._exact = exact
         self._dtype = tensors[0].dtype
-        q, k, v = (rounded(each, state.phase) for each in tensors)
+        q, k, v = (rounded(each.to(tensors[2].dtype), state.phase) for each in tensors)  # autocast widens two
         self._tensors = q, k, v
         self._mask = rounded(mask, state.phase) if mask is not None and mask.is_floating_point() else mask
         self._options = options

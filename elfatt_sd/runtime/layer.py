@@ -235,7 +235,7 @@ def device_of(parts: Iterable[nn.Module], given: torch.device) -> torch.device:
 
     Accelerate's hooks and those of diffusers' group offloading bring weights, or inputs, to a device of their own.
     """
-    weights = device_of_weights(parts, given)
+    weights = device_of_weights(parts := [*parts], given)
     if weights.type not in ("cpu", "meta"):
         return weights
     for part in parts:

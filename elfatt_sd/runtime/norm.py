@@ -84,9 +84,10 @@ def group_norm(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float,
     begin: Any = run_kernel[grid]
     join: Any = group_kernel[(groups, batch)]
     end: Any = norm_kernel[grid]
-    begin(x, means, squares, rows, channels, **SIZES, **OPTIONS)
-    join(means, squares, mean_of, scale_of, rows, channels, runs, size, eps, **joined(size), **OPTIONS)
-    end(x, out, weight, bias, mean_of, scale_of, rows, channels, groups, size, SILU=silu, **SIZES, **OPTIONS)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # Triton starts on the current device
+        begin(x, means, squares, rows, channels, **SIZES, **OPTIONS)
+        join(means, squares, mean_of, scale_of, rows, channels, runs, size, eps, **joined(size), **OPTIONS)
+        end(x, out, weight, bias, mean_of, scale_of, rows, channels, groups, size, SILU=silu, **SIZES, **OPTIONS)
     return out
 
 

@@ -316,8 +316,7 @@ class Search:
         places = ((self.begin + place // calls, each) for place, each in enumerate(seconds))
         steps = [(plan[step], each) for step, each in places if step >= begin]
         taken, whole = ([each for now, each in steps if (now is not None) == reuses] for reuses in (True, False))
-        saved = len(taken) * (statistics.median(whole) - statistics.median(taken)) if taken and whole else 0.0
-        return saved, mse
+        return len(taken) * (statistics.median(whole) - statistics.median(taken)) if taken and whole else 0.0, mse
 
     def _probe(self) -> Any:
         effects, scale = round(_EFFECTS * (self.calls - self.begin)), self.runs.settings.guidance
@@ -355,8 +354,7 @@ class Search:
 
     def _learn_speed(self, point: Point, choice: Choice) -> None:
         """Learn what part of the predicted seconds a run really saves."""
-        saved = self.seconds * (1 - 1 / point.times)
-        self.realised = min(1.5, max(0.2, saved / max(choice.saved, 1e-9)))
+        self.realised = min(1.5, max(0.2, self.seconds * (1 - 1 / point.times) / max(choice.saved, 1e-9)))
 
     # How a choice is made.
 

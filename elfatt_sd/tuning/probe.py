@@ -114,8 +114,7 @@ def rows_of(output: Any, scale: float | None = None, copies: int = 1) -> Rows:
     Of 2 copies of the same latents, those without the prompt come first, and those with it last. Other numbers, or no
     scale, leave all rows as they are.
     """
-    leaves = tree_leaves(getattr(output, "sample", output))
-    parts = [each.detach().float() for each in leaves if each is not None]
+    parts = [each.detach().float() for each in tree_leaves(getattr(output, "sample", output)) if each is not None]
     if copies != 2 or scale is None:
         return Rows(torch.cat([part.flatten() for part in parts]), None)
     halves = [part.chunk(2) for part in parts]

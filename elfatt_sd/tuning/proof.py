@@ -222,8 +222,7 @@ def level_of_looks(error: float, looks: tuple[int, ...]) -> float:
     for _ in range(20):
         level = (low + high) / 2
         critical = np.array([student_quantile(1 - level, count - 1) for count in looks])
-        errs = float((tests > critical).any(1).mean()) > error
-        low, high = (low, level) if errs else (level, high)
+        low, high = (low, level) if float((tests > critical).any(1).mean()) > error else (level, high)
     return low
 
 

@@ -199,8 +199,7 @@ class Tuned:
         if self.floor != math.inf:
             again = f"two untouched images of one seed have {self.measure.words(self.floor)}"
             lines.append(f"the model does not repeat itself: {again}")
-        cost = f"tuning took the time of {self.images:.0f} untouched images of {self.untouched_seconds:.2f} s"
-        return [*lines, cost]
+        return [*lines, f"tuning took the time of {self.images:.0f} untouched images of {self.untouched_seconds:.2f} s"]
 
 
 def _point(point: Point) -> dict[str, Any]:

@@ -109,8 +109,7 @@ def inception_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], runs.Page]:
     """The folder of a made-up run, its results and its page, with all plots."""
     folder = tmp_path_factory.mktemp("run")
-    results = runs.build_run(folder)
-    return folder, results, runs.Page(write_report(load_results(folder)))
+    return folder, runs.build_run(folder), runs.Page(write_report(load_results(folder)))
 
 
 @pytest.fixture

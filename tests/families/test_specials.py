@@ -46,10 +46,10 @@ def test_what_does_not_go_with_rotary_positions_or_text(name: str, method: Any, 
     assert not elfatt_sd.is_patched(pipe)
 
 
-def regional(given: dict[str, Any]) -> dict[str, Any]:
+def regional(given: dict[str, Any], *sides: int) -> dict[str, Any]:
     """The masks of regional prompts."""
     tokens = given["encoder_hidden_states"].shape[1] + 24
-    return {"joint_attention_kwargs": {"attention_mask": torch.rand(1, 1, tokens, tokens) > 0.3}}
+    return {"joint_attention_kwargs": {"attention_mask": torch.rand(*sides, tokens, tokens) > 0.3}}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,7 @@ def regional(given: dict[str, Any]) -> dict[str, Any]:
     [
         ("Flux.1", lambda given: {"img_ids": given["img_ids"][torch.randperm(24)]}, "not a grid"),
         ("Flux.1", regional, "a mask that is not of keys alone"),
+        ("Flux.1", lambda given: regional(given, 1, 1), "a mask that is not of keys alone"),
         ("Z-Image", lambda given: {"x": [torch.rand(4, 1, 12, 8), torch.rand(4, 1, 8, 8)]}, "not a grid"),
         ("Z-Image", lambda given: several(40), "not a grid"),
     ],

@@ -144,6 +144,7 @@ def test_replaced_attention_keeps_weights_and_finds_the_grid(name: str, settings
         torch.testing.assert_close(model(images), expected, rtol=1e-4, atol=1e-5)  # LePE begins at zero
     assert [type(block.attn).__name__ == "ElfattAttention" for block in model.blocks] == [False, True, False, True]
     model.train()(images).sum().backward()
+    assert replace_attention(timm_model(name, **VIT, **settings), None, global_heads="focused") == 2
     twin = copy.deepcopy(model)
     twin.blocks[3].attn.grid = model.blocks[3].attn.grid = None
     twin(images)

@@ -90,8 +90,7 @@ def test_transformers_of_text_and_image(folder: Path, cut: str, recorded: list[R
     pipe = tiny_transformers.flux(folder)
     run = checks.runner(pipe, num_inference_steps=6, height=32, width=32)
     phase = {"attention": "sampled", "keys": 8}
-    config = reusing(cut, **phase) if cut else PatchConfig("sampled", (Phase(1.0, **phase),))
-    elfatt_sd.apply_patch(pipe, config)
+    elfatt_sd.apply_patch(pipe, reusing(cut, **phase) if cut else PatchConfig("sampled", (Phase(1.0, **phase),)))
     eager = run()
     with elfatt_sd.graphs(pipe, say=silent):
         assert all(torch.equal(run(), eager) for _ in range(2))

@@ -204,8 +204,7 @@ LENGTHS = [1, 2, 7, 64, 100, 227, 257]
 
 
 def qkv(tokens: int, heads: int = 4, size: int = 8, batch: int = 2, dtype: torch.dtype = torch.float32) -> Any:
-    generator = torch.Generator().manual_seed(tokens)
-    return torch.randn(3, batch, tokens, heads, size, generator=generator).to(dtype)
+    return torch.randn(3, batch, tokens, heads, size, generator=torch.Generator().manual_seed(tokens)).to(dtype)
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

@@ -385,8 +385,7 @@ def test_a_stretch_takes_over_where_that_is_the_best_of_its_ways() -> None:
         parts = [option.saved * choice.reuse[number].computed for (_, number), option in choice.options.items()]
         assert choice.saved == pytest.approx(sum(parts) + 4.0)
         assert choice.mse < min([mse for saved, mse in attention.items() if saved >= choice.saved], default=math.inf)
-    config = model.chosen(taken[-1])
-    assert config.reuse == (dataclasses.replace(quick, first=len(STRETCHES[0])),)
+    assert model.chosen(taken[-1]).reuse == (dataclasses.replace(quick, first=len(STRETCHES[0])),)
     both = model.config([{}, {}], {0: quick, 1: dataclasses.replace(quick, last=1)})
     assert both.reuse == (dataclasses.replace(quick, last=1),), "equal stretches are one"
 
