@@ -140,7 +140,7 @@ def test_auto_is_what_pays(shape: str, given: Any, device: str, method: str, sai
     model = sketch(shape)
     vars(main_denoiser(model))["_hf_hook"] = SimpleNamespace(
         execution_device=device
-    )  # where offloaded weights are brought
+    )  # of offloaded weights
     plan = elfatt_sd.plan(model, **given)
     assert (plan.config, plan.auto) == (elfatt_sd.plan(sketch(shape), method).config, f"auto: {said}")
     assert str(plan).startswith(plan.auto) and plan.to_dict()["auto"] == plan.auto
