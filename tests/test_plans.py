@@ -138,9 +138,7 @@ FASTER = "elfatt-fast, {} times as fast by multiply-adds (latent {})"
 def test_auto_is_what_pays(shape: str, given: Any, device: str, method: str, said: str) -> None:
     """By family, size, number of steps and device."""
     model = sketch(shape)
-    vars(main_denoiser(model))["_hf_hook"] = SimpleNamespace(
-        execution_device=device
-    )  # of offloaded weights
+    vars(main_denoiser(model))["_hf_hook"] = SimpleNamespace(execution_device=device)  # of offloaded weights
     plan = elfatt_sd.plan(model, **given)
     assert (plan.config, plan.auto) == (elfatt_sd.plan(sketch(shape), method).config, f"auto: {said}")
     assert str(plan).startswith(plan.auto) and plan.to_dict()["auto"] == plan.auto
