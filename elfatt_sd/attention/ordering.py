@@ -126,8 +126,7 @@ def stratified_samples(grid: Grid, samples: int, groups: int, noise: Tensor) -> 
     path = compact_path(grid, round(grid.tokens / samples), noise.device, rolled=True)
     edges = torch.arange(samples + 1, device=noise.device) * grid.tokens // samples
     place = (noise[..., None] + torch.arange(groups, dtype=noise.dtype, device=noise.device) / groups) % 1
-    chosen = edges[:-1, None] + (place * edges.diff()[:, None]).long()
-    return path[chosen.flatten(-2)]
+    return path[(edges[:-1, None] + (place * edges.diff()[:, None]).long()).flatten(-2)]
 
 
 def cell_order(grid: Grid, cells: int, groups: int, noise: Tensor) -> Tensor:
@@ -145,8 +144,7 @@ def cell_order(grid: Grid, cells: int, groups: int, noise: Tensor) -> Tensor:
     start = cell * places + cell.clamp(max=larger)
     row = torch.arange(places, device=device).view(-1, groups).t().reshape(-1, 1)  # evenly spaced places lie in a run
     row = torch.cat([row, row.new_full((1, 1), places)])
-    chosen = start + (row + (noise[..., None, :] * size).long()) % size
-    return path[chosen.flatten(-2)[..., : grid.tokens]]
+    return path[(start + (row + (noise[..., None, :] * size).long()) % size).flatten(-2)[..., : grid.tokens]]
 
 
 @functools.lru_cache(maxsize=256)

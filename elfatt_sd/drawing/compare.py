@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import textwrap
@@ -367,7 +368,8 @@ class Sheet:
                 rows = trial.rows if number else chosen(trial.rows)
                 methods = [trial.configs[row.method] for row in rows]
                 self.rows.append((rows, trial.to_dict()))
-            del denoisers, pipe, studio, trial  # before another model is loaded
+            del denoisers, pipe, studio, trial
+            gc.collect()  # before another model is loaded
 
     def by_method(self) -> dict[tuple[str, str], list[MethodResult]]:
         """Return what each method did with all prompts, by pipeline and method."""

@@ -27,9 +27,11 @@ class Wan(JointFamily):
 
     def arguments(self, module: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
         given = super().arguments(module, grid, batch, fill)
-        width: Any = module.config.image_dim  # type: ignore[union-attr]
-        batch *= 2 if module.config.pos_embed_seq_len else 1  # type: ignore[union-attr]  # of the first frame and the last
-        return {**given, "encoder_hidden_states_image": fill(batch, 257, width)} if width else given
+        config: Any = module.config
+        rows = batch * (2 if config.get("pos_embed_seq_len") else 1)  # of the first frame, and of the last
+        return (
+            {**given, "encoder_hidden_states_image": fill(rows, 257, config.image_dim)} if config.image_dim else given
+        )
 
 
 class LTXVideo(JointFamily):

@@ -161,8 +161,9 @@ class ElfattAttention(nn.Module):
         if self.global_heads == "focused":
             return focused_attention(q, k, v)
         image = q.reshape(len(q), *sides, -1).permute(0, 3, 1, 2)
-        rows = min(sides[0], max(math.isqrt(self.agents), self.agents // sides[1]))
-        pooled = F.adaptive_avg_pool2d(image, (rows, min(sides[1], self.agents // rows))).flatten(2).transpose(1, 2)
+        agents = (side := math.isqrt(self.agents)) ** 2
+        rows = min(sides[0], max(side, agents // sides[1]))
+        pooled = F.adaptive_avg_pool2d(image, (rows, min(sides[1], agents // rows))).flatten(2).transpose(1, 2)
         return agent_attention(q, k, v, pooled.reshape(len(q), -1, *q.shape[2:]))
 
 

@@ -236,8 +236,8 @@ class Search:
         drawn = self.store.drawn(first, lambda: recorded)
         again = self.runs.draw(first)
         self.floor = math.inf if recorded.same(again) else self.measure.between(recorded, again)
-        least = self.floor - NEAR * (self.measure.name == "PSNR")  # of two images of one model and seed
-        alike = self.floor < math.inf and self.measure.keeps(self.measure.between(drawn, recorded), least)
+        near = measure_named("psnr").between
+        alike = self.floor < math.inf and near(drawn, recorded) >= near(recorded, again) - NEAR
         if not drawn.same(recorded) and not alike:  # another model made what is kept
             shutil.rmtree(self.store.folder, ignore_errors=True)
             drawn = self.store.drawn(first, lambda: recorded)

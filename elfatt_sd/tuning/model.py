@@ -215,8 +215,7 @@ class Predictor:
         measured = len(steps.groups(shared)) / len(steps) if shared > 1 else 0.0
         rows = 1 / own.copies if candidate.phase.residual_guidance else 1.0
         dense = own.dense(candidate.phase)
-        measuring = 1.0 if dense is None else own.ratio(dense)
-        return exact * (own.ratio(candidate.base) + measured * rows * measuring)
+        return exact * (own.ratio(candidate.base) + measured * rows * (1.0 if dense is None else own.ratio(dense)))
 
     def options(self, layer: str, stretch: int) -> list[Option]:
         """Return what a layer can do in a stretch, without what is slower and farther than another option."""

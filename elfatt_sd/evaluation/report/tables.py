@@ -423,8 +423,7 @@ def recommended(results: Results) -> Row | None:
     faster = [row for row in timed if _is_faster(results, row)]
     good = [row for row in faster if WORSE not in row.verdicts.values()]
     judged = [row for row in good if row.verdict in _NOT_WORSE]
-    unfailed = next((row for row in results.methods if not row.failed), None)
-    return next(iter(judged or good or faster or timed), unfailed)
+    return next(iter(judged or good or faster or timed), next((row for row in results.methods if not row.failed), None))
 
 
 def _fastest(results: Results) -> list[Row]:
