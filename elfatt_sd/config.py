@@ -211,7 +211,7 @@ class PatchConfig:
         if not isinstance(data, Mapping):
             raise ElfattError(f"{type(data).__name__} is not a configuration; give an object as `to_dict` returns it.")
         if (written := data.get("format", FORMAT)) != FORMAT:
-            raise ElfattError(f"format={written!r} is that of a later version of elfatt-sd; pip install -U elfatt-sd.")
+            raise ElfattError(f"format={written!r} is not {FORMAT}; a larger one needs a later version of elfatt-sd.")
         if not isinstance(origin := data.get("origin", {}), Mapping):
             raise ElfattError(f"origin={origin!r} is not accepted; give an object.")
         data = {name: value for name, value in data.items() if name not in ("format", "origin")}
@@ -232,8 +232,9 @@ class PatchConfig:
         Raises:
             OSError: it cannot be written.
         """
-        origin = {"format": FORMAT, "origin": dict(self.origin)} if self.origin else {}
-        write_json(Path(path), self.to_dict() | origin)
+        write_json(
+            Path(path), self.to_dict() | ({"format": FORMAT, "origin": dict(self.origin)} if self.origin else {})
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PatchConfig:
@@ -249,20 +250,20 @@ class PatchConfig:
         try:
             data = json.loads(_file_of(path).read_text(encoding="utf-8-sig"))  # editors on Windows put a BOM first
         except (OSError, TypeError, ValueError, RecursionError) as error:
-            what = "is not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read"
+            what = "are not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read"
             if isinstance(error, ElfattError):  # of the hub
                 raise
             reason = getattr(error, "strerror", None) or error
             if isinstance(error, FileNotFoundError) and os.path.isdir(path):
                 reason = f"the folder has no {SETTINGS}"
             raise ElfattError(
-                f"config={str(path)!r} {what} ({reason}); give a file or folder that elfatt-sd "
+                f"settings {str(path)!r} {what} ({reason}); give a file or folder that elfatt-sd "
                 "wrote, such as `patch --save` does, or an id of the hub."
             ) from error
         try:
             return cls.from_dict(data)
         except ElfattError as error:
-            raise ElfattError(f"config={str(path)!r} is not accepted: {error}") from error
+            raise ElfattError(f"settings {str(path)!r} are not accepted: {error}") from error
 
     def phase_at(self, step: int, steps: int) -> Phase:
         """Return the phase of a step; exact attention past the last phase.
@@ -349,7 +350,7 @@ def known_method(name: object) -> Method:
 def _known(name: object, *more: str) -> Method:
     if isinstance(name, str) and ":" in name:
         name = attention_named(name).name
-    errors.choice("method", name, [*more, *method_names()])
+    errors.choice("method", name, [*more[:1], *method_names(), *more[1:]])
     return cast(Method, name)
 
 
@@ -359,7 +360,7 @@ def method_named(name: object) -> PatchConfig:
         return _AUTO
     if name not in method_names() and is_place(name):
         return PatchConfig.load(cast(str, name))
-    known = _known(name, AUTO)
+    known = _known(name, AUTO, "a file, folder or hub id of settings")
     return PRESETS[known] if known in PRESETS else PatchConfig(known, (Phase(1.0, attention_named(known)()),))
 
 
@@ -417,7 +418,7 @@ def _file_of(place: str | os.PathLike[str]) -> Path:
         failed, why = ElfattError, f"no settings ({SETTINGS}) of that name are on the hub"
         if is_unreachable(error):
             failed, why = ElfattFailure, "the hub cannot be reached"
-        raise failed(f"config={name!r} is not on this machine, and {why}: {shortened(error)}") from error
+        raise failed(f"settings {name!r} are not on this machine, and {why}: {shortened(error)}") from error
     finally:
         set_verbosity(level)
 
@@ -456,8 +457,8 @@ def warn_without_effect(config: PatchConfig) -> None:
     if not config.phases and config.method == UNTOUCHED:
         return
     said = [f"method {config.method!r} has no setting {name}" for name in config.without_effect(config.changes)]
-    if not config.active and base is not None and base.active:
-        changes = " and ".join(f"{name}={value!r}" for name, value in config.changes.items())
-        said = [f"with {changes}, method {config.method!r} approximates nothing"]
+    if not config.active and (base is None or base.active):
+        changes = "".join(f"with {name}={value!r}, " for name, value in config.changes.items())
+        said = [f"{changes}method {config.method!r} approximates nothing: the pipeline stays untouched"]
     for each in said:
         warnings.warn(f"elfatt-sd: {each}.", stacklevel=3)

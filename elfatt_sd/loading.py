@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -208,12 +209,14 @@ def kind_of_file(path: Path) -> str:
 def read_lora(given: str) -> tuple[str, str | None, float]:
     """Read `PATH[:SCALE]` before anything is loaded: a folder or a repository of the hub, the file in it, the scale."""
     need("a LoRA", "peft")
-    path, scale = re.findall(r"(?s)^(.*?)(?::(-?\d*\.?\d+))?$", given)[0]
+    path, scale = (given, "") if os.path.exists(given) else re.findall(r"(?s)^(.*?)(?::([^:/\\]*))?$", given)[0]
+    if scale and not re.fullmatch(r"-?\d*\.?\d+", scale):
+        raise ElfattError(f"lora={given!r} has the scale {scale!r}; give a number, as in style.safetensors:0.8.")
     files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
     if len(files) == 1 and os.path.isfile(files[0]):
-        names = call_loader(path, lambda: list(cast("Any", safe_open(files[0], "np")).keys()), what="lora")
-        if any("lora" in name.lower() for name in names):
-            return str(files[0].parent), files[0].name, float(scale or 1)
+        with contextlib.suppress(OSError, SafetensorError), safe_open(files[0], "np") as file:
+            if any("lora" in name.lower() for name in list(file.keys())):
+                return str(files[0].parent), files[0].name, float(scale or 1)
     elif (hub := _HUB_LORA.fullmatch(path)) and not os.path.isdir(path):
         return hub[1], hub[2], float(scale or 1)
     raise ElfattError(

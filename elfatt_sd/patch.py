@@ -84,7 +84,7 @@ def apply_patch(
         _warn_of_others_processors(chosen, config)
         here = {"weights": fingerprint(main), "scheduler": owner() and type(owner()).__name__} if config.origin else {}
         warn_of_origin(config.origin, **here)
-        owner.origin = config.origin  # its first run tells the rest
+        owner.origin = config.origin  # its runs tell the rest
         if not autotune:
             warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))
     return pipe

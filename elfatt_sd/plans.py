@@ -89,6 +89,8 @@ class PlannedCall:
             unknown = ", ".join(name for name, count in self.denoisers.items() if count is None)
             return f"whole call: not counted ({unknown}), so no speed-up is estimated"
         names = " and ".join("UNet" if name == "unet" else name for name in self.denoisers)
+        if self.after == self.before:
+            return f"whole call ({names}): {giga(self.before)} G multiply-adds, as without a patch"
         little = ", which hardly pays" * (1 < (self.speed or 0) < WORTH)
         return (
             f"whole call ({names}): {giga(self.before)} G multiply-adds before, {giga(self.after)} G after on average. "
@@ -212,6 +214,8 @@ class Plan:
             "layers": layers,
             "phases": list(map(dataclasses.asdict, self.phases)),
         }
+        if origin := dict(self.config.origin):
+            data |= {"origin": origin, "differs": other_than(origin, input=str(self.grid), steps=self.steps)}
         return {**data, "call": dataclasses.asdict(self.call)}
 
     def __str__(self) -> str:

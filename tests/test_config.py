@@ -183,7 +183,7 @@ def missing(name: str, cause: Exception | None = None) -> Exception:
             "no settings (elfatt_sd.json) of that name are on the hub: gone as",
         ),
         (missing("EntryNotFoundError", ConnectionError()), ElfattFailure, "and the hub cannot be reached: gone as the"),
-        ('{"format": 2, "news": 1}', ElfattError, "format=2 is that of a later version of elfatt-sd; pip install -U"),
+        ('{"format": 2, "news": 1}', ElfattError, "format=2 is not 1; a larger one needs a later version of elfatt-sd"),
         ('{"origin": 5}', ElfattError, "origin=5 is not accepted; give an object"),
         (PatchConfig.preset("tome"), None, ""),
     ],
@@ -203,7 +203,7 @@ def test_settings_come_from_the_hub(given: Any, failed: Any, says: str, tmp_path
     with pytest.raises(ElfattError) as caught:
         method_named("owner/name")
     message = str(caught.value)
-    assert type(caught.value) is failed and message.startswith("config='owner/name' ")
+    assert type(caught.value) is failed and message.startswith("settings 'owner/name' ")
     assert says in message and "\n" not in message
 
 
@@ -212,10 +212,10 @@ def test_settings_come_from_the_hub(given: Any, failed: Any, says: str, tmp_path
     [
         (b"\xff\xfe{}", "cannot be read ('utf-8' codec"),
         (b"[" * 100_000, "cannot be read"),
-        (b'{"phases": [{"size": 3}]}', "is not accepted: key 'phase.size' is not known; accepted: until"),
-        (b'{"phases": {"until": 1}}', "is not accepted: phases={'until': 1}"),
-        (b'{"phases": [{"ratio": NaN}]}', "is not accepted: ratio=nan"),
-        (b'{"seed": 1.5}', "is not accepted: seed=1.5"),
+        (b'{"phases": [{"size": 3}]}', "are not accepted: key 'phase.size' is not known; accepted: until"),
+        (b'{"phases": {"until": 1}}', "are not accepted: phases={'until': 1}"),
+        (b'{"phases": [{"ratio": NaN}]}', "are not accepted: ratio=nan"),
+        (b'{"seed": 1.5}', "are not accepted: seed=1.5"),
         (None, "cannot be read ("),
     ],
 )
@@ -230,7 +230,7 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, content: bytes | None, 
         path.write_bytes(content)
     with pytest.raises(ElfattError) as caught:
         PatchConfig.load(path)
-    assert str(caught.value).startswith(f"config={str(path)!r} {says}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"settings {str(path)!r} {says}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ def test_what_has_no_effect_is_warned_of_once(pipe: Any) -> None:
         with pytest.warns(UserWarning, match=f"with ratio=0.*, method '{given['method']}' approximates nothing"):
             elfatt_sd.apply_patch(pipe, ratio=0, **given)
         assert not elfatt_sd.is_patched(pipe)
+    with pytest.warns(UserWarning, match="elfatt-sd: method 'custom' approximates nothing: the pipeline stays"):
+        elfatt_sd.apply_patch(pipe, PatchConfig())  # as of an empty file
     elfatt_sd.apply_patch(pipe, "tome", stride=64)
     with pytest.warns(UserWarning, match="no token of 16x16 can be merged by tome, whose attention is exact there"):
         picture_of(pipe, steps=2)
@@ -180,24 +182,29 @@ def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
     words = f"small at 32x32, 4 steps, {scheduler}"
     assert f"tuned for {words}: None\n" in str(elfatt_sd.plan(pipe, config))
     elsewhere = str(elfatt_sd.plan(pipe, config, height=64, width=32, steps=3))
-    assert f"tuned for {words}: None; here: a latent of 32x16 in place of 16x16, 3 steps\n" in elsewhere
+    assert f"tuned for {words}: None; here: 32x64, 3 steps\n" in elsewhere
     assert fingerprint(other) == fingerprint(copy.deepcopy(pipe.unet).to(torch.float8_e4m3fn)) == fingerprint(pipe.unet)
     other.conv_in.weight.data.neg_()
     assert fingerprint(other) != fingerprint(pipe.unet) and not fingerprint(other.to("meta"))
     runs: list[tuple[dict[str, Any], str]] = [({}, ""), ({"steps": 3}, "3 steps")]
-    runs.append(({"height": 64, "width": 32}, "a latent of 32x16 in place of 16x16"))
+    runs.append(({"height": 64, "width": 32}, "32x64"))
     for given, here in [*runs, ({"guidance_scale": 5.0, "steps": 2}, "2 steps, guidance 5.0")]:
         elfatt_sd.apply_patch(pipe, config)
         for says in (here, ""):  # the second time nothing: warnings are errors here
             said = pytest.warns(UserWarning, match=f"these settings were tuned for {words}; here: {here}. What")
             with said if says else contextlib.nullcontext():
                 picture_of(pipe, **{"steps": 4, **given})
+    begun = like(diffusers.StableDiffusionImg2ImgPipeline, elfatt_sd.remove_patch(pipe))
+    elfatt_sd.apply_patch(begun, dataclasses.replace(config, origin={**origin, "begin": 0}))
+    with pytest.warns(UserWarning, match="here: a run that begins with step 2. What"):
+        picture_of(begun, steps=4, image=torch.rand(1, 3, 32, 32), strength=0.5)
     for name, here in {"weights": "another model, or other weights", "scheduler": f"scheduler {scheduler}"}.items():
         with pytest.warns(UserWarning, match=f"here: {here}. What was promised"):
             elfatt_sd.apply_patch(pipe, dataclasses.replace(config, origin={**origin, name: "else"}))
         with pytest.warns(UserWarning, match="here: 2 steps. What"):  # of the run, too
             picture_of(pipe, steps=2)
-        picture_of(pipe, steps=2)  # said once
+        with pytest.warns(UserWarning, match="here: guidance 5.0. What"):  # each thing once
+            picture_of(pipe, steps=2, guidance_scale=5.0)
 
 
 # Models that come into a pipeline, and go, after it was patched.

@@ -22,7 +22,7 @@ from elfatt_sd import __version__
 from elfatt_sd import errors as checks
 from elfatt_sd.cli import bench, evaluation, options
 from elfatt_sd.cli.console import OneLineErrors, adds_options, complain, optional, output, process, quiet_libraries
-from elfatt_sd.cli.options import DEFAULT, METHODS, MODELS, SHAPE_NAMES, Json, PatchOptions, PipelineOptions
+from elfatt_sd.cli.options import DEFAULT, METHOD, METHODS, MODELS, SHAPE_NAMES, Json, PatchOptions, PipelineOptions
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.files import check_writable, write_file
 from elfatt_sd.toy import EMBEDDED, PROMPT
@@ -54,9 +54,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False,
 ) -> None:
     """Faster Stable Diffusion without training, and what it costs."""
@@ -101,27 +99,13 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of each prompt's first image; the next ones count up.")] = 0,
     num_images: Annotated[int, typer.Option(help="Images for each prompt.")] = 1,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the images.")] = Path("outputs"),
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Draw untouched and patched images, side by side.")
-    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Draw untouched and patched, side by side.")] = False,
     each: Annotated[bool, typer.Option("--each", help="Accept prompts of one word: draw each one.")] = False,
     graphs: options.Graphs = False,
-    explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain",
-            help="Draw once more and show what a layer does: merged tokens, keys of a query, agents, blocks, error.",
-        ),
-    ] = False,
-    layer: Annotated[
-        str | None, typer.Option(metavar="PATH", help="--explain: a layer as `patch --json` lists them, or with *.")
-    ] = None,
-    step: Annotated[
-        int | None, typer.Option(help="--explain: a timestep, from 1; one of each phase if not given.")
-    ] = None,
-    at: Annotated[
-        str, typer.Option(metavar="X,Y", help="--explain: point of the image, whose query is followed.")
-    ] = "0.5,0.5",
+    explain: Annotated[bool, typer.Option("--explain", help="Show what a layer does, in a further run.")] = False,
+    layer: Annotated[str | None, typer.Option(metavar="PATH", help="--explain: of `patch --json`, or with *.")] = None,
+    step: Annotated[int | None, typer.Option(help="--explain: from 1; one of each phase if not given.")] = None,
+    at: Annotated[str, typer.Option(metavar="X,Y", help="--explain: point whose query is followed.")] = "0.5,0.5",
     as_json: Json = False,
 ) -> None:
     """Draw images, each a PNG with its settings inside and a JSON file next to it."""
@@ -219,11 +203,7 @@ def try_methods(
     repeats: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
     methods: Annotated[
         list[str] | None,
-        typer.Option(
-            "--method",
-            autocompletion=lambda: [DEFAULT, *METHODS],
-            help=f"{DEFAULT}, one of {', '.join(METHODS)}, or package.module:Class; several times, or all presets.",
-        ),
+        typer.Option("--method", autocompletion=lambda: [DEFAULT, *METHODS], help=f"{METHOD} Several; all presets."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
     as_json: Json = False,
@@ -239,7 +219,8 @@ def try_methods(
     from elfatt_sd.evaluation.report.page import write_pairs
     from elfatt_sd.loading import check_model
 
-    words = [*([" ".join(prompt)] if prompt else []), *(prompts or ()), *texts_of(prompt_file)]
+    first = prompt if prompt and all(" " in each for each in prompt) else [" ".join(prompt)] if prompt else []
+    words = [*first, *(prompts or ()), *texts_of(prompt_file)]
     all_prompts, all_models = words or [PROMPT], [*([model] if model else []), *(models or ())]
     sources = {name: source(name) for name in all_models or ["toy"]}
     request = Request((all_prompts[0],), PatchConfig.preset("sd"), model=next(iter(sources)), seed=seed, **drawing)
@@ -325,10 +306,11 @@ def patch(
     print("\nIn Python:\n\n" + "\n".join(f"    {line}" for line in lines))
 
 
+GIVEN = ("lora", "image", "strength", "scheduler")  # to `tune`, not to `elfatt_sd.tune`
 TUNE_OPTIONS: dict[str, tuple[Any, Any]] = {  # of `tune`, that go on as they are
     "metric": (Annotated[str, typer.Option(help=f"{', '.join(options.METRICS)}.")], "psnr"),
     "weights": optional(Path, metavar="FILE", help="Of the network of lpips and dists, torchvision's file."),
-    **{name: option for name, option in options.DRAWING_OPTIONS.items() if name != "scheduler"},
+    **options.DRAWING_OPTIONS,
     "frames": optional(int, help="Of a clip; the model's own if not given."),
     "seed": (Annotated[int, typer.Option(help="Of the first image; the next ones count up.")], 0),
     "images": optional(int, "--num-images", default=24, help="For the proof at most; they end when it is decided."),
@@ -344,30 +326,36 @@ def tune(
     source: Any,
     asked: dict[str, Any],
     model: Annotated[str, typer.Argument(help=f"{MODELS}.")] = "toy",
-    closeness: Annotated[
-        float | None, typer.Option(help="Mean closeness to the untouched images, at least: PSNR in dB, or --metric.")
-    ] = None,
+    closeness: Annotated[float | None, typer.Option(help="Mean closeness, at least: PSNR in dB, or --metric.")] = None,
     lowest: Annotated[float | None, typer.Option(help="Closeness of the worst of --num-images, at least.")] = None,
     speed: Annotated[float | None, typer.Option(help="Speed, at least: times as fast as untouched.")] = None,
     memory: Annotated[float | None, typer.Option(help="Peak memory in GiB, at most.")] = None,
     confidence: Annotated[float, typer.Option(help="With which closeness and speed are promised.")] = 0.9,
-    prompts: options.PromptFile = None,
+    prompts: Annotated[list[str] | None, typer.Option("--prompt", help="Two or more, such as you use.")] = None,
+    prompt_file: options.PromptFile = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the settings as JSON, for --config.")] = None,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write a page with the curve and images.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Find the settings that a model can take on this machine, by closeness or by speed, and what can be promised."""
+    """Find the settings that a model can take on this machine, by closeness or by speed, and what can be promised.
+
+    The same command goes on where it stopped.
+    """
     from elfatt_sd.drawing import studio
     from elfatt_sd.evaluation.prompts import texts_of
+    from elfatt_sd.loading import make_scheduler, scheduler_class
     from elfatt_sd.measure import progress_of
     from elfatt_sd.tuning import tune as tune_pipeline
     from elfatt_sd.tuning.proof import FEWEST, MOST, Budget, check_wanted
 
-    budget, guidance, lora = Budget(closeness, speed, memory, lowest, confidence), asked["guidance"], asked.pop("lora")
-    image, strength, size = asked.pop("image"), asked.pop("strength"), (asked["height"], asked["width"])
+    budget, guidance = Budget(closeness, speed, memory, lowest, confidence), asked["guidance"]
+    given, size = {name: asked.pop(name) for name in GIVEN}, (asked["height"], asked["width"])
+    lora, image, strength, scheduler = given.values()
     studio.check_run(asked["steps"], guidance, asked["seed"], *size)
     studio.read_image(image, strength)
-    lines = texts_of(prompts) or None
+    if scheduler is not None:
+        scheduler_class(scheduler)
+    lines = [*(prompts or ()), *texts_of(prompt_file)] or None
     checks.whole("num_images", asked["images"], FEWEST, MOST)
     check_wanted(budget, asked["metric"], lines, asked["images"], asked["frames"])
     _check_file(save)
@@ -377,14 +365,19 @@ def tune(
     from_where: PipelineOptions = source(model)
     pipe = from_where.load(lora)
     own_steps, own_guidance = studio.own_settings(pipe, model)
+    if scheduler is not None:
+        pipe.scheduler = make_scheduler(scheduler, pipe.scheduler)
     if image is not None:
         pipe, asked["inputs"], size = studio.begin_with(pipe, image, strength, asked["steps"] or own_steps, *size)
         asked["height"], asked["width"] = size
     pipe.set_progress_bar_config(disable=True)
     rows = studio.rows_of(pipe, own_guidance if guidance is None else guidance, asked["negative_prompt"])
     studio.warn_if_too_large(pipe, *size, rows=rows, frames=asked["frames"])
+    if text := studio.dimensions_of(pipe).small(*size):
+        complain(text, "warning")
     with progress_of("steps") as tell:
         found = tune_pipeline(pipe, **vars(budget), prompts=lines, progress=tell, **asked)
+    found.record["settings"] |= given | {"image": image and str(image)}  # for the page's lines
     print(json.dumps(found.to_dict(), indent=2) if as_json else found)  # first: a disk may be full
     if save is not None:
         try:
@@ -404,9 +397,7 @@ def demo(
     model: Annotated[list[str] | None, typer.Option(help="Model to choose from; may be given several times.")] = None,
     method: Annotated[str, typer.Option(help="Method that is chosen at first.")] = DEFAULT,
     steps: Annotated[int, typer.Option(min=1, max=50, help="Denoising steps that are chosen at first.")] = 12,
-    port: Annotated[
-        int, typer.Option(min=1, max=65535, help="Port of the page, which only this machine can open.")
-    ] = 7860,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the page, which this machine alone opens.")] = 7860,
     browse: Annotated[bool, typer.Option("--browse", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve a page that draws untouched and patched images side by side; Ctrl-C ends it."""

@@ -41,9 +41,7 @@ OPTIONS: Options = {  # of all benchmarks
     "steps": optional(int, default=25, help="Denoising steps."),
     "graphs": (Graphs, False),
     "compile": optional(bool, "--compile", help="Time all but other packages through torch.compile too."),
-    "autotune": optional(
-        bool, "--autotune", help="Time every method also with only those layers patched that it makes faster."
-    ),
+    "autotune": optional(bool, "--autotune", help="Time every method also with those layers alone that it speeds up."),
     "memory": optional(bool, "--memory/--no-memory", default=True, help="Also measure the peak memory."),
     "memory_batch": optional(
         list[int],
@@ -58,9 +56,7 @@ PIPELINE: Options = {
     "batch": optional(int, default=1, help="Images at a time."),
 }
 SESSION: Options = {
-    "out": optional(
-        Path, metavar="DIR", help="Folder for JSON, a Markdown table and a plot; earlier ones are replaced."
-    ),
+    "out": optional(Path, metavar="DIR", help="Folder for JSON, a Markdown table and a plot."),
     "name": optional(str, help="Of those files, if not the benchmark's."),
     "as_markdown": optional(bool, "--markdown", help="Print the table as Markdown, as it stands in the file."),
 }

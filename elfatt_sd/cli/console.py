@@ -83,8 +83,7 @@ def adds_options(
 
         @functools.wraps(command)
         def wrapper(**given: Any) -> Any:
-            values = {name: given.pop(name) for name in options}
-            return command(**{receives: build(**values)}, **given)
+            return command(**{receives: build(**{name: given.pop(name) for name in options})}, **given)
 
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {item.name: item.annotation for item in parameters}
@@ -119,8 +118,7 @@ def complain(message: str, kind: str = "error") -> None:
 
 
 def output() -> Console:
-    width = None if Console().is_terminal else 200
-    return Console(highlight=False, markup=False, emoji=False, width=width)
+    return Console(highlight=False, markup=False, emoji=False, width=None if Console().is_terminal else 200)
 
 
 def quiet_libraries() -> None:

@@ -43,9 +43,7 @@ PROTOCOL_OPTIONS: dict[str, tuple[Any, Any]] = {
     "dtype": optional(str, help="In place of the protocol's dtype."),
     "prompts": optional(str, "--prompt-file", metavar="FILE", help="One a line, .csv or .tsv; in place of labels."),
     "reference": optional(str, metavar="SOURCE", help="Folder, .parquet, .npz, or toy."),
-    "allow_count": optional(
-        bool, "--allow-count", help="Take a reference of another size; the metric's name then says so."
-    ),
+    "allow_count": optional(bool, "--allow-count", help="Take a reference of another size, which the name then says."),
     "inception_weights": optional(str, metavar="FILE", help="Inception's weights, for use offline."),
 }
 _KEYS = {"prompts": "prompts.file", "reference": "reference.source", "allow_count": "reference.allow_count"}
@@ -70,14 +68,12 @@ takes_protocol = adds_options("protocol", PROTOCOL_OPTIONS, build_protocol)
 def run_command(
     protocol: Any,
     out: Out,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print rows, images, disk, what is to do and all obstacles, and stop.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print rows, disk, what is to do, and obstacles.")] = False,
     reuse: Reuse = None,
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
-    """Do all of it: images, reference, scores, time, memory, report. The same command goes on where it stopped."""
+    """Do all of it: images, reference, scores, time, memory, report. Stopped, it goes on, but for the times."""
     from elfatt_sd.evaluation.extraction import is_first
     from elfatt_sd.evaluation.report.data import load_results
     from elfatt_sd.evaluation.report.tables import findings, headline
@@ -174,9 +170,7 @@ def report_command(run: RunDir, as_json: Json = False) -> None:
 @app.command("verify")
 def verify_command(
     run: RunDir,
-    recompute: Annotated[
-        bool, typer.Option("--recompute/--hashes-only", help="Compute all scores again from the images.")
-    ] = True,
+    recompute: Annotated[bool, typer.Option("--recompute/--hashes-only", help="Compute all scores again.")] = True,
     quiet: Quiet = False,
 ) -> None:
     """Check every image of a run against its hash, and its table against one computed again."""

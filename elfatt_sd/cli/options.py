@@ -40,17 +40,11 @@ PEERS = ("tomesd", "deepcache", "tgate", "first_block_cache", "pyramid_attention
 PEER = "tomesd"
 ALONE = ("spread", "cell_spread", "sampled")
 
+METHOD = f"{DEFAULT} (what pays here), {', '.join(METHODS)}, package.module:Class, or saved settings."
 _patch = functools.partial(optional, rich_help_panel="The patch")
 PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
-    "method": _patch(
-        str,
-        autocompletion=lambda: [DEFAULT, *METHODS],
-        help=f"{DEFAULT} (what pays here), one of {', '.join(METHODS)}, package.module:Class, or saved settings.",
-        show_default=DEFAULT,
-    ),
-    "config_file": _patch(
-        str, "--config", metavar="FILE", help="Instead of a method, saved settings: a file, a folder, or a hub id."
-    ),
+    "method": _patch(str, autocompletion=lambda: [DEFAULT, *METHODS], help=METHOD, show_default=DEFAULT),
+    "config_file": _patch(str, "--config", metavar="FILE", help="Saved settings, as --method takes them, too."),
     "ratio": _patch(float, help="Fraction of the tokens that are merged, 0 to less than 1."),
     "stride": _patch(int, help="One merge destination for each cell of this many tokens a side."),
     "block_size": _patch(int, help="Tokens in a block; for sampled keys, how many every query sees."),
@@ -89,10 +83,11 @@ def build_patch(
         source = json.dumps(method)
     elif method is None:
         config = PatchConfig.load(config_file)
-        source = f"elfatt_sd.PatchConfig.load({config_file!r})"
+        source = f"elfatt_sd.PatchConfig.load({json.dumps(config_file)})"
     else:
         raise ElfattError(f"method={method!r} and config={config_file!r} exclude each other; give one of them.")
-    written = "".join(f", {name}={value!r}" for name, value in settings.items()) + ", autotune=True" * bool(autotune)
+    quoted = {name: json.dumps(each) if isinstance(each, str) else repr(each) for name, each in settings.items()}
+    written = "".join(f", {name}={each}" for name, each in quoted.items()) + ", autotune=True" * bool(autotune)
     return PatchOptions(config.with_settings(**settings), bool(autotune), source + written)
 
 
@@ -105,9 +100,7 @@ STEPS, GUIDANCE = (
 LOADING: dict[str, tuple[Any, Any]] = {
     "device": optional(str, default="auto", help="auto, cpu, cuda, cuda:N, mps or xpu."),
     "dtype": optional(str, default="auto", help="auto, float32, float16 or bfloat16."),
-    "allow_pickle": optional(
-        bool, "--allow-pickle", default=False, help="Load pickled weights, which can run any code."
-    ),
+    "allow_pickle": optional(bool, "--allow-pickle", default=False, help="Load pickles, which can run any code."),
     "variant": optional(str, help="Variant of the weights: fp16 loads *.fp16.safetensors."),
 }
 Graphs = Annotated[bool, typer.Option("--graphs", help="Replay calls of the denoiser as CUDA graphs, where that pays.")]
@@ -123,19 +116,11 @@ DRAWING_OPTIONS: dict[str, tuple[Any, Any]] = {
     "width": (Width, None),
     "negative_prompt": optional(str, help="Prompt that guidance leads away from."),
     "scheduler": optional(
-        str,
-        autocompletion=lambda: list(SCHEDULERS),
-        help=f"{', '.join(SCHEDULERS)}, or diffusers' class; the model's own if not given.",
+        str, autocompletion=lambda: list(SCHEDULERS), help=f"{', '.join(SCHEDULERS)}, or diffusers' class."
     ),
-    "image": optional(
-        Path, metavar="FILE", help="Begin with this image, at its own size if --height and --width are not given."
-    ),
+    "image": optional(Path, metavar="FILE", help="Begin with this image, at its own size if no other is given."),
     "strength": optional(float, help="How far to go from --image, above 0 to 1; the pipeline's own if not given."),
-    "lora": optional(
-        list[str],
-        metavar="PATH[:SCALE]",
-        help="A LoRA: a .safetensors file, a folder with one, or OWNER/NAME/FILE of the hub; several times.",
-    ),
+    "lora": optional(list[str], metavar="PATH[:SCALE]", help="LoRAs: a file, a folder, or OWNER/NAME/FILE of the hub."),
 }
 
 

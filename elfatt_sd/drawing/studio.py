@@ -34,6 +34,7 @@ from elfatt_sd.loading import make_scheduler, scheduler_class
 from elfatt_sd.measure import PeakMeter, Stopwatch
 from elfatt_sd.patch import decided, plan, warn_if_slower
 from elfatt_sd.plans import default_of, frames_to_one, taken
+from elfatt_sd.runtime import warn_of_origin
 from elfatt_sd.runtime.layer import around_forward
 from elfatt_sd.toy import EMBEDDED
 
@@ -41,6 +42,7 @@ Pixels = npt.NDArray[np.floating[Any]]
 _UNET, _TRANSFORMER = 40, 12  # tensors of the first level, or of a block's width, that are held at once
 _DECODER = 4.5  # tensors of the decoder's second level, at the size of the image
 _FRAME_BYTES = 3 * 4  # of a pixel of a clip that is decoded
+_HOPELESS = 4  # times the memory of a machine, above which an image is not begun
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class Studio:
             warnings.warn(text, stacklevel=3)
         warn_if_too_large(pipe, height, width, rows=rows_of(pipe, self.guidance, request.negative_prompt))
         config = decided(pipe, request.config, (), (height, width, None), self.steps)
+        warn_of_origin(config.origin, negative_prompt=request.negative_prompt or "")
         self.request = request = replace(request, config=config)
         if request.config.active and (height or width) and not request.autotune:
             warn_if_slower(plan(pipe, request.config, height=height, width=width))
@@ -287,14 +290,14 @@ def warn_if_too_large(
         decoding = _DECODER * widths[min(1, len(widths) - 1)] * pixels * batch
         decoding *= 4 if hasattr(pipe, "upcast_vae") else each
     need, device = max(denoising, decoding, _FRAME_BYTES * height * width * clip * batch), pipe._execution_device
-    free = memory_of(device)[1]
+    most, free = memory_of(device)
     if need > free:
         what = f"a batch of {batch} at" if batch > 1 else "an image of"
-        warnings.warn(
-            f"{what} {width}x{height} needs about {need / 2**30:,.1f} GiB of memory (estimated), and "
-            f"{free / 2**30:,.1f} are free on {device.type}: it may fail.",
-            stacklevel=3,
-        )
+        said = f"{what} {width}x{height} needs about {need / 2**30:,.1f} GiB of memory (estimated), and "
+        said += f"{free / 2**30:,.1f} are free on {device.type}"
+        if device.type == "cpu" and need > _HOPELESS * most:  # the machine would go down
+            raise ElfattError(f"{said}; give a smaller one.")
+        warnings.warn(f"{said}: it may fail.", stacklevel=3)
 
 
 def exact_size(pipe: Any, height: int | None, width: int | None) -> dict[str, Any]:
@@ -418,10 +421,10 @@ def begin_with(
     multiple, pairs = math.lcm(8, dimensions_of(made).multiple), [*zip((width, height), image.size, strict=True)]
     scale = max((asked / side for asked, side in pairs if asked), default=1.0)
     size = [asked or round(side * scale) // multiple * multiple for asked, side in pairs]
-    try:
-        dimensions_of(made).check(*reversed(size))
-    except ElfattError as error:
-        raise ElfattError("image={!r} has {}x{} pixels: {}".format(str(path), *image.size, error)) from error
+    dimensions_of(made).check(height, width)
+    if min(size) < (least := dimensions_of(made).least):
+        said = "image={!r} has {}x{} pixels; give at least {} a side, or height and width."
+        raise ElfattError(said.format(str(path), *image.size, least))
     if size != [*image.size]:
         warnings.warn("the image of {}x{} is cut and resized to {}x{}.".format(*image.size, *size), stacklevel=3)
         image = ImageOps.fit(image, (size[0], size[1]))

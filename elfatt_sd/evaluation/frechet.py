@@ -130,8 +130,7 @@ def _limit_roots(
     free = free[..., None]
     scales = ratio * spectrum.scales / (free - phi).clamp_min(EPS)
     seen = root / free[..., 0].sqrt() + integral(scales, slope) - integral(spectrum.scales / free, slope)
-    below = 2 / math.pi * scales[..., 0].sqrt() * (rank - phi[..., 0]).clamp_min(0)
-    return torch.stack((seen + below, seen))
+    return torch.stack((seen + 2 / math.pi * scales[..., 0].sqrt() * (rank - phi[..., 0]).clamp_min(0), seen))
 
 
 class Spectrum:

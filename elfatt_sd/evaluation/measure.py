@@ -5,6 +5,7 @@ Each round of the timing gives one ratio to the untouched pipeline.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -117,7 +118,7 @@ def summarize_time(
 
 
 def measure_memory(run: RunFolder, report: Report = print) -> dict[str, Any]:
-    """Measure all rows and write `memory.json` as a whole; nothing is taken over from an earlier attempt.
+    """Measure all rows and write `memory.json` as a whole; rows that an attempt which was stopped finished are kept.
 
     Rows whose programs are the same (the untouched pipeline and the null row) share one measurement. Out of
     memory is reported as a result, and so is a system that does not tell.
@@ -127,24 +128,31 @@ def measure_memory(run: RunFolder, report: Report = print) -> dict[str, Any]:
     device, environment = generate.denoiser(pipe).device, generate.image_environment(protocol, pipe)
     del pipe
     free_memory()  # for the processes that measure
-    told = PeakMeter(device).kind is not None
+    told, part = PeakMeter(device).kind is not None, run.folder / f"{MEMORY_FILE}.part"
     unmeasured = f"not measured: {sys.platform} does not tell the peak of device {device.type!r}"
     run.check_environment(environment)
     rows, programs, errors = dict[str, dict[str, Any]](), dict[str, str](), dict[str, str]()
+    of, known = sha256_of_data([protocol.identity, environment]), dict[str, dict[str, Any]]()
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        known |= json.loads(part.read_text(encoding="utf-8")).get(of, {})
     for cell in protocol.cells:
         program = sha256_of_data([cell.config().to_dict(), cell.peer, cell.options])
         try:
             if twin := programs.get(program):
                 rows[cell.name] = {**rows[twin], "same_program_as": twin}
             else:
-                measured = _measure_row(protocol, cell, report) if told else summarize_memory({}, None, unmeasured)
-                rows[cell.name], programs[program] = measured, cell.name
+                measured = known.get(program) if told else summarize_memory({}, None, unmeasured)
+                rows[cell.name] = measured = measured or _measure_row(protocol, cell, report)
+                programs[program], known = cell.name, known | ({} if measured["failed"] else {program: measured})
+                write_json(part, {of: known})
         except ElfattError as error:
             errors[cell.name] = str(error)
             rows[cell.name] = summarize_memory({}, None, str(error))
     data = {"format": 1, "identity": protocol.identity, "measured": begun, "environment": environment}
     data |= {"rows": rows, "programs": programs, "errors": errors}
     write_json(run.folder / MEMORY_FILE, data)
+    if not errors:
+        part.unlink(missing_ok=True)
     return data
 
 

@@ -309,8 +309,7 @@ def models_within(module: nn.Module, name: str = "") -> list[tuple[str, nn.Modul
 
 def copy_structure(module: Module) -> Module:
     """Copy a module without its weights: both have the same parameters and buffers."""
-    shared = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())})
 
 
 def some_timestep(device: torch.device, unit: int | None = None, dtype: torch.dtype | None = torch.long) -> Tensor:

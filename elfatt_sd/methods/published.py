@@ -268,5 +268,4 @@ class Elfatt(Agents):
     split: Split = "auto"
 
     def words(self, fitted: Sequence[Self]) -> str:
-        blocks = self.said(fitted, "block_size", f"{self.block_order} blocks of #")
-        return f"{super().words(fitted)} and {blocks}"
+        return f"{super().words(fitted)} and " + self.said(fitted, "block_size", f"{self.block_order} blocks of #")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -77,7 +78,12 @@ def origin_in_words(origin: Mapping[str, Any]) -> str:
 def other_than(origin: Mapping[str, Any], **here: Any) -> str:
     """Say what differs from what settings were tuned for; empty where nothing does."""
     said = {"weights": "another model, or other weights", "input": "a latent of {} in place of {}", "steps": "{} steps"}
-    other = {key: new for key, new in here.items() if new not in (None, "") and origin.get(key) not in (None, new)}
+    said |= {"begin": "a run that begins with step {}", "negative_prompt": "negative prompt {!r}"}
+    with contextlib.suppress(ArithmeticError, AttributeError, LookupError, ValueError):  # of an image, in pixels
+        (rows, columns), (own_rows, own_columns) = (map(int, each["input"].split("x")) for each in (here, origin))
+        width, height = map(int, origin["size"].split("x"))
+        said["input"] = f"{columns * width // own_columns}x{rows * height // own_rows}"
+    other = {key: new for key, new in here.items() if new is not None and origin.get(key) not in (None, new)}
     return ", ".join(said.get(name, name + " {}").format(other[name], origin[name]) for name in other)
 
 

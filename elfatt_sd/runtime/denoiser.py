@@ -26,7 +26,7 @@ from elfatt_sd.families.cuts import OUTPUT, Cuts, Stand, Taking, put_back
 from elfatt_sd.families.joint import forget_read, named
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase, reused_steps
-from elfatt_sd.runtime import warn, warn_of_origin
+from elfatt_sd.runtime import other_than, warn, warn_of_origin
 from elfatt_sd.runtime.autotune import Tuner
 from elfatt_sd.runtime.call import Call, LayerCall, Repeats, leaves
 from elfatt_sd.runtime.joint_processor import joint_processor_for
@@ -66,7 +66,8 @@ class Owner:
         self._scheduler = scheduler
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.origin: Mapping[str, Any] = {}  # of settings, until a run has told whether it is one that they are for
+        self.origin: Mapping[str, Any] = {}  # of settings
+        self._told = set[str]()  # what of it was said to differ
 
     def __call__(self) -> Any:
         return self._scheduler if self.target is None else getattr(self.target(), "scheduler", None)
@@ -85,12 +86,14 @@ class Owner:
         found = [vars(module).get(PATCH) for module in self.modules]
         return [patch for patch in found if patch is not None and patch.owner is self]
 
-    def check_origin(self, grid: Grid, steps: int) -> None:
-        """Say, once, what differs in a run from those that settings were tuned for."""
-        origin, self.origin = self.origin, {}
+    def check_origin(self, grid: Grid, steps: int, begin: int) -> None:
+        """Say what differs in a run from those that settings were tuned for, each thing once."""
         guidance = getattr(self.target and self.target(), "_guidance_scale", None)
         steps = getattr(self(), "num_inference_steps", None) or steps
-        warn_of_origin(origin, input=str(grid) * (grid.tokens > 0), steps=steps, guidance=guidance)
+        here = {"input": str(grid) if grid.tokens else None, "steps": steps, "guidance": guidance, "begin": begin}
+        here = {name: value for name, value in here.items() if name not in self._told}
+        self._told |= {name for name, value in here.items() if other_than(self.origin, **{name: value})}
+        warn_of_origin(self.origin, **here)
 
     def warn_of_others(self, caller: nn.Module | None = None) -> None:
         target, others = self.target and self.target(), {}
@@ -303,7 +306,7 @@ class Patch:
         if not position.scheduled or position.step == run.first:
             self.owner.warn_of_others(self.module)
             if self.owner.origin and position.scheduled:
-                self.owner.check_origin(given.grid, position.steps)
+                self.owner.check_origin(given.grid, position.steps, run.first)
         if compiled:
             self._allow_recompiling()
         self.begin(position, run, replace(given, compiled=compiled))
@@ -427,8 +430,7 @@ class Patch:
         return call
 
     def _is_compiled(self) -> bool:
-        frames = sys.modules.get("torch._dynamo.eval_frame")  # not imported for this
-        inside = bool(getattr(frames, "_is_in_optimized_module", bool)())
+        inside = bool(getattr(sys.modules.get("torch._dynamo.eval_frame"), "_is_in_optimized_module", bool)())
         return inside or any(module._compiled_call_impl is not None for module in self._around)
 
     def _allow_recompiling(self) -> None:

@@ -311,8 +311,7 @@ def _left(twin: Call, call: Call) -> dict[Any, Any]:
     made["kept"] = {cut: taking.kept for cut, taking in twin.takings.items()}
     made["matchings"] = {key: each for key, each in twin.matchings.items() if key not in call.matchings}
     for index, state in call.states.items():
-        new = twin.states[index].residuals.items()
-        made[index] = {turn: each for turn, each in new if turn not in state.residuals}
+        made[index] = {turn: each for turn, each in twin.states[index].residuals.items() if turn not in state.residuals}
     return made
 
 

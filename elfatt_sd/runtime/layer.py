@@ -23,7 +23,7 @@ from elfatt_sd.families.cuts import put_back
 from elfatt_sd.methods import Attention, is_own
 from elfatt_sd.methods.conformance import check
 from elfatt_sd.phases import Phase, Settings
-from elfatt_sd.runtime import BYPASSED
+from elfatt_sd.runtime import BYPASSED, origin_in_words
 
 if TYPE_CHECKING:  # what a layer does in a call
     from elfatt_sd.runtime.call import LayerCall
@@ -104,8 +104,9 @@ def choose_layers(
         raise ElfattError(f"the {title} has no self-attention layer over the image; there is nothing to patch.")
     for own in config.per_layer:
         if not any(own.matches(layer.name) for layers in found.values() for layer in layers):
-            names = ", ".join(layer.name for layer in found[main][:3])
-            raise ElfattError(f"no self-attention layer matches layers={own.layers!r}; this {title} has {names}, ...")
+            names = ", ".join([*(layer.name for layer in found[main][:3]), "..."])
+            names += f" The settings were tuned for {origin_in_words(config.origin)}." * bool(config.origin)
+            raise ElfattError(f"no self-attention layer matches layers={own.layers!r}; this {title} has {names}")
     if config.active and not chosen[main]:
         raise ElfattError(
             f"no self-attention layer matches max_downsample={config.max_downsample}; this {title} has some at "

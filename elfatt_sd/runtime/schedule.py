@@ -145,8 +145,8 @@ class Schedule:
         if own is None or address(own) != address(timestep):
             if run.goes_on(timestep, step):  # nothing is read any more
                 return _Found(Position(step, run.steps), timestep)
-            groups = itertools.islice(self._known(), 1 if length < 2 else None)  # it may well be no view
-            known = (pair for group in groups for pair in group)
+            # it may well be no view
+            known = itertools.chain.from_iterable(itertools.islice(self._known(), 1 if length < 2 else None))
             scheduler, own = next((pair for pair in known if address(pair[1]) == address(timestep)), (None, None))
         if own is not None:
             step, between = divmod(step - int(own.storage_offset()), own.stride(0))
@@ -157,8 +157,7 @@ class Schedule:
             return _Found(_position(step, self._on_host(own)), own, scheduler)
         if length >= _SHORTEST and not timestep.is_meta:
             values = self._on_host(timestep.new_empty(0).set_(timestep.untyped_storage()))
-            falling = [1 - value for value in values] if unit == RISING else values
-            length = _schedule_length(falling)
+            length = _schedule_length([1 - value for value in values] if unit == RISING else values)
         return _Found(Position(step, length), timestep) if length >= _SHORTEST and step < length else None
 
     def _on_host(self, timesteps: torch.Tensor) -> list[float]:

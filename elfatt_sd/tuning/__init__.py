@@ -168,7 +168,7 @@ def tune(
             except ElfattError as error:  # it does not go with this pipeline
                 warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=2)
         proof = search.prove(search.settle())
-        record["calls"] = search.calls
+        record |= {"calls": search.calls, "begin": search.begin}
         return Tuned(
             config=UNTOUCHED if proof is None else proof.with_origin(pipe, budget, record),
             budget=budget,
@@ -450,7 +450,7 @@ class Search:
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.runs.stage(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
             tried.append(choice.psnr)
-            self._learn_speed(self.run_config("tuned", self.model.chosen(choice), choice.psnr, self.samples), choice)
+            self._learn_speed(self.run_config("tried", self.model.chosen(choice), choice.psnr, self.samples), choice)
             choice = self.choose()
             fastest = max((rival.times for rival in self._rivals()), default=0.0)
             if not self.budget.by_speed and fastest * WORTH >= self._times(choice):

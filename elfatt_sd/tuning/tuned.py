@@ -173,7 +173,7 @@ class Tuned:
             if not self.config.per_layer:
                 layers = f"all have the settings of {self.config.method}"
             sample, before, after = proof.samples[proof.order[0]], peak_of(proof.untouched), peak_of(proof.tuned)
-            fast = times_as_fast(point.speed, point.busy)
+            fast = "measured " * (not point.busy) + times_as_fast(point.speed, point.busy)
             if self.budget.speed is not None:
                 fast += f", {proof.speed_bound:.2f} promised"
             memory = f"peak memory: {after / 2**30:.2f} GiB, untouched {before / 2**30:.2f} GiB"

@@ -90,8 +90,7 @@ def test_each_method_is_compared_where_it_approximates(pipe: Any) -> None:
     """In its own layers; where its attention is exact, there is no error."""
     late = PatchConfig("late", (Phase(0.5), Phase(1.0, "block", block_size=16)))
     whole = PatchConfig("whole", (Phase(1.0, "block", block_size=256, block_order="spread"),))
-    deeper = PatchConfig("deeper", BLOCKS.phases, levels=2)
-    rows = errors(pipe, late, whole, deeper)
+    rows = errors(pipe, late, whole, PatchConfig("deeper", BLOCKS.phases, levels=2))
     own = [row for row in rows if row["method"] == "late"]
     assert all((row["error"] == 0.0) is (row["step"] == 1) for row in own) and len(own) == 2 * 3
     assert all(row["error"] < 1e-5 for row in rows if row["method"] == "whole"), "one block, in any order"

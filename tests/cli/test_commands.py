@@ -46,8 +46,7 @@ def test_bench_prints_and_saves_and_counts_its_calls(tmp_path: Path, monkeypatch
 
 
 def test_bench_times_attentions_of_vision_transformers_and_their_growth() -> None:
-    words = ["--tokens", 256, "--attention", "softmax", "--attention", "elfatt", "--markdown"]
-    result = call(*LAYER, *words)
+    result = call(*LAYER, *["--tokens", 256, "--attention", "softmax", "--attention", "elfatt", "--markdown"])
     assert re.search(r"\n\| 256 \| training step \| elfatt \| .* \|\n", result.stdout), result.output
     assert re.search(r"to the power of, forward: `softmax` -?[\d.]+, `elfatt` -?[\d.]+\.\n", result.stdout)
     assert "attention='linear' is not known; accepted: softmax, elfatt" in call(*LAYER, "--attention", "linear").stderr
@@ -95,7 +94,7 @@ def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path:
     assert (data["height"], data["width"], sum(layer["patched"] for layer in data["layers"])) == (32, 24, 3)
     assert data["python"][2:] == [
         f'pipe = elfatt_sd.load_pipeline("{model}", allow_pickle=True)',
-        f"elfatt_sd.apply_patch(pipe, elfatt_sd.PatchConfig.load({str(saved)!r}))",
+        f"elfatt_sd.apply_patch(pipe, elfatt_sd.PatchConfig.load({json.dumps(str(saved))}))",
     ]
     config = PatchConfig.load(saved)
     assert config == PatchConfig.preset("tome", ratio=0.2)
@@ -121,19 +120,20 @@ def test_patch_saves_and_prints_a_plan_and_lines_that_run(model: Path, tmp_path:
 
 def test_tune_saves_settings_and_writes_a_page(model: Path, lora: Path, tmp_path: Path) -> None:
     prompts, save, out = tmp_path / "prompts.txt", tmp_path / "tuned.json", tmp_path / "page"
-    prompts.write_text("a cat\na dog\n")
+    prompts.write_text("a cat\n")
     Image.radial_gradient("L").resize((48, 40)).save(tmp_path / "photo.png")
-    words = ["--closeness", 20, "--steps", 9, "--num-images", 8, "--no-presets", "--prompt-file", prompts]
+    words = ["--closeness", 20, "--steps", 9, "--num-images", 8, "--prompt-file", prompts, "--prompt", "a dog"]
     words += ["--save", save, "--lora", f"{lora}:.5", "--image", tmp_path / "photo.png", "--strength", 0.95]
-    result = call("tune", model, *words, "--out", out, "--json")
+    result = call("tune", model, *words, "--scheduler", "euler", "--no-presets", "--out", out, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert (found["asked"]["closeness"], found["settings"]["width"]) == (20.0, 48)
     assert (found["pipeline"], found["settings"]["inputs"]["strength"]) == ("StableDiffusionImg2ImgPipeline", 0.95)
-    assert PatchConfig.load(save)
+    assert PatchConfig.load(save).origin["scheduler"] == "EulerDiscreteScheduler"
     few = call("tune", model, "--closeness", 20, "--num-images", 7, "--prompt-file", prompts)
     assert few.stderr == "error: num_images=7 is not accepted; give a whole number from 8 to 1000.\n"
-    assert "index.html" in files(out)
+    lines = " --".join(re.sub("</?span>", "", (out / "index.html").read_text()).split(" --")[1:])
+    assert f"strength 0.95 --scheduler euler --image {tmp_path / 'photo.png'} --lora {lora}:.5 --compare" in lines
 
 
 def test_paths_go_to_a_pipe_beside_a_bar() -> None:
@@ -166,8 +166,7 @@ def test_control_c_is_one_line_and_finished_pictures_stay(model: Path, tmp_path:
     said = [line for line in errors.splitlines() if not line.startswith("image ")]
     assert said == ["error: stopped; what was finished stays"]
     assert first == "outputs/0001-a-red-star.png"
-    written = [*(tmp_path / "outputs").iterdir()]
-    assert {path.suffix for path in written} == {".png", ".json"}
+    assert {path.suffix for path in (tmp_path / "outputs").iterdir()} == {".png", ".json"}
     for path in (tmp_path / "outputs").glob("*.png"):
         json.loads(path.with_suffix(".json").read_text())
         assert len(pixels(path)) == 32 * 32 * 3

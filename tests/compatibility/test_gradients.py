@@ -120,8 +120,7 @@ def test_a_checkpoint_that_cannot_be_followed_is_refused() -> None:
         loss.backward()
 
 
-NEAR = Phase(1.0, "cell_spread", cell=4, block_size=8)
-TWO = PatchConfig("two", (Phase(0.5, "block", block_size=8), NEAR))
+TWO = PatchConfig("two", (Phase(0.5, "block", block_size=8), Phase(1.0, "cell_spread", cell=4, block_size=8)))
 
 
 def drawn(name: str) -> tuple[Any, list[Any]]:

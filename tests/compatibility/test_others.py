@@ -34,8 +34,7 @@ Make = Callable[[Path], tuple[Any, Callable[[], torch.Tensor]]]
 
 def draw(pipe: Any, **options: Any) -> Any:
     torch.manual_seed(0)  # for those that draw from it
-    given = {"num_inference_steps": 3, "output_type": "latent", "generator": generator(), **options}
-    return pipe("a", **given)[0]
+    return pipe("a", **{"num_inference_steps": 3, "output_type": "latent", "generator": generator(), **options})[0]
 
 
 def unet(folder: Path) -> Any:

@@ -138,6 +138,9 @@ def test_guidance_by_the_name_that_a_pipeline_has(flux: Any, pipe: Any, tmp_path
         with pytest.warns(UserWarning, match="guidance=9 has no effect on this model without a negative_prompt"):
             Studio(flux, request, tmp_path)
         Studio(flux, dataclasses.replace(request, negative_prompt="b"), tmp_path)
+        tuned = dataclasses.replace(request, config=dataclasses.replace(FAST, origin={"negative_prompt": ""}))
+        with pytest.warns(UserWarning, match="here: negative prompt 'b'. What was promised"):
+            Studio(flux, dataclasses.replace(tuned, negative_prompt="b"), tmp_path)
 
 
 def test_the_longest_text_encoder_counts(pipe: Any) -> None:
@@ -176,7 +179,9 @@ def test_what_cannot_fit_is_warned_of(pipe: Any, monkeypatch: pytest.MonkeyPatch
     short, long = (needs(clips, 9600, 6400, frames=frames) for frames in (41, 81))
     assert long == pytest.approx(2 * short, rel=0.1)
     assert needs(clips, 9600, 6400) == long, "81 are the pipeline's own"
-    monkeypatch.setattr(studio, "memory_of", lambda device: (2 * GIB, 1 * GIB))
+    monkeypatch.setattr(studio, "memory_of", lambda device: (200 * GIB, 1 * GIB))
     warn_if_too_large(pipe, None, None, rows=2)
     with pytest.warns(UserWarning, match=r"a batch of 500 at 1024x1024 .* 1\.0 are free on cpu: it may fail"):
         warn_if_too_large(pipe, 1024, 1024, rows=2, batch=500)
+    with pytest.raises(ElfattError, match=r"a batch of 500000 .* are free on cpu; give a smaller one"):
+        warn_if_too_large(pipe, 1024, 1024, rows=2, batch=500_000)

@@ -63,8 +63,7 @@ def write_clip(folder: Path) -> Path:
     torch.manual_seed(0)
     vision, text = tiny.image_encoder().config.to_dict(), tiny.text_config().to_dict()
     # the projection has another size than the picture part's own settings say, as some are published
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)
-    CLIPModel(config).eval().save_pretrained(folder)
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24)).eval().save_pretrained(folder)
     tiny.tokenizer(folder / "tokenizer").save_pretrained(folder)
     tiny.image_processor().save_pretrained(folder)
     return folder

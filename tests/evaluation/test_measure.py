@@ -146,10 +146,12 @@ def test_what_ends_or_hides_a_measurement_is_told(
     weigh: Stage, timed: Protocol, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Out of memory; a peak that loading hides, which would flatten the line; an error; a system that does not tell."""
-    asked, broken = list[str](), ["Segmentation fault"]
+    asked, broken, stops = list[str](), ["Segmentation fault"], [KeyboardInterrupt()]
     _, _, elfatt, peer = (cell.name for cell in timed.cells)
 
     def worker(cell: Cell, batch: int) -> dict[str, Any]:
+        if cell.name == elfatt and stops:
+            raise stops.pop()
         asked.append(cell.name)
         if cell.peer and broken:
             raise ElfattFailure(broken.pop())
@@ -157,6 +159,8 @@ def test_what_ends_or_hides_a_measurement_is_told(
             return {"failed": f"out of memory at batch {batch}"}
         return {"kind": "CUDA allocated", "peak": 1.0 + batch, "loading": 2.5 if cell.peer else 0.0}
 
+    with pytest.raises(KeyboardInterrupt):
+        weigh(worker)
     data = weigh(worker)
     rows = data["rows"]
     assert rows["sd"]["gib_per_image"] == pytest.approx(1.0)
@@ -168,6 +172,7 @@ def test_what_ends_or_hides_a_measurement_is_told(
     hidden = "batch 1 took less than loading the model, and is left out; out of memory at batch 4"
     assert (again["rows"][peer]["batches"], again["rows"][peer]["note"]) == ([2], hidden)
     assert (again["errors"], again["environment"]) == ({}, data["environment"])
+    assert (asked.count("sd"), asked.count(peer)) == (3, 4), "what was measured is kept"
     monkeypatch.setattr("elfatt_sd.measure.process_peak", lambda: None)
     data = weigh(lambda *_: pytest.fail("measured"))
     assert {row["failed"].partition(":")[0] for row in data["rows"].values()} == {"not measured"} and not data["errors"]

@@ -104,8 +104,7 @@ def test_a_torn_reference_is_found(full_protocol: Protocol, workplace: Path, own
     shutil.copytree(workplace / "val", tmp_path / "torn")
     min((tmp_path / "torn").iterdir()).write_bytes(b"\xff\xd8\xff")
     torn = dataclasses.replace(full_protocol.reference, source=str(tmp_path / "torn"), allow_count=False)
-    cells = full_protocol.cells[:2]
-    protocol = dataclasses.replace(full_protocol, reference=torn, time=None, memory=None, cells=cells)
+    protocol = dataclasses.replace(full_protocol, reference=torn, time=None, memory=None, cells=full_protocol.cells[:2])
     for wrong, said in ((protocol, "--allow-count"), (dataclasses.replace(protocol, limit=1), "give at least 2")):
         with pytest.raises(ElfattError, match=said):
             evaluate(tmp_path / "run", wrong)

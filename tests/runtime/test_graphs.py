@@ -41,8 +41,7 @@ def silent(text: str) -> None:
 
 
 def reusing(cut: str, **phase: Any) -> PatchConfig:
-    phases = (Phase(1.0, **phase),) if phase else ()
-    return PatchConfig("reusing", phases, reuse=(StepReuse(cut=cut, first=2, last=1),))
+    return PatchConfig("reusing", (Phase(1.0, **phase),) if phase else (), reuse=(StepReuse(cut=cut, first=2, last=1),))
 
 
 SMALL = {"block_size": 16, "agents": 8}

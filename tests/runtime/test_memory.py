@@ -152,8 +152,7 @@ def test_a_call_that_is_repeated_takes_nothing_over() -> None:
     exact = unet(sample, timesteps[0], text).sample
     for _ in range(KEPT_CALLS + 3):
         assert torch.equal(unet(sample, timesteps[0], text).sample, exact)
-    kept = attention.elfatt_state.patch.latest.memory.residuals.values()
-    assert {len(each.kept) for each in kept} == {KEPT_CALLS}
+    assert {len(each.kept) for each in attention.elfatt_state.patch.latest.memory.residuals.values()} == {KEPT_CALLS}
     assert not torch.equal(unet(sample, timesteps[1], text).sample, exact)
 
 

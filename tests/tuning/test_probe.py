@@ -174,8 +174,7 @@ def test_errors_are_the_layers_own(pipe: Any, guided: bool, dtype: str | None, m
         return rows(outputs[since] - exact[since]).size / rows(exact[since]).size
 
     for number, phase in [*enumerate(own.bases)][::4]:
-        first = own.errors[0, number, 0, False][0]
-        assert error(0, phase) == pytest.approx(first, rel=2e-3)
+        assert error(0, phase) == pytest.approx(own.errors[0, number, 0, False][0], rel=2e-3)
         if phase.dense:
             continue
         shared = dataclasses.replace(phase, residual_steps=steps, residual_guidance=guided)
@@ -244,8 +243,7 @@ def test_rows_are_joined_as_guidance_does() -> None:
     shared = torch.randn(1, 2, 3, generator=torch.Generator().manual_seed(0))
     changed = rows_of(both + shared, 3.0, 2) - rows_of(both, 3.0, 2)
     torch.testing.assert_close(changed.joined, shared.flatten())  # what both rows have in common counts once
-    output = SimpleNamespace(sample=(both, None, both[:, :1].half()))
-    assert rows_of(output, 3.0, 2).joined.shape == (6 + 3,)
+    assert rows_of(SimpleNamespace(sample=(both, None, both[:, :1].half())), 3.0, 2).joined.shape == (6 + 3,)
     for scale, copies in ((None, 1), (3.0, 1), (None, 2), (3.0, 3)):  # all rows stay as they are
         joined, given = rows_of(both, scale, copies)
         assert torch.equal(joined, both.flatten()) and given is None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from elfatt_sd.config import PRESETS, UNTOUCHED
 from elfatt_sd.drawing.compare import BRIGHTER, Pair, difference
 from elfatt_sd.errors import PACKAGES, REPORT, ElfattError, need
 from elfatt_sd.evaluation.report import tables
@@ -164,14 +165,22 @@ def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -
         return None
     record, labels = json.loads(read_plain(image.with_suffix(".json"))), {pair.label for pair in pairs}
     first, *others = record.get("trials", [record])
-    own = {"methods", *(_OF_ONE if len(labels) > 1 else ())}
+    own = {"methods", "config", *(_OF_ONE if len(labels) > 1 else ())}
     facts = {name: value for name, value in first.items() if all(value == other.get(name) for other in others)}
     said = {", ".join(filter(None, row.caption(pair.busy))) for pair in pairs for row in (pair.untouched, pair.own)}
     pictures = [(pair.untouched.picture, pair.own.picture) for pair in pairs]
     parts = [[webp([each], SIDE) for each in (*both, difference(*both))] for both in pictures]
+    drawn = [each for trial in (first, *others) for each in trial.get("methods", [trial])]
+    configs = {each["method"]: each["config"] for each in drawn if each["method"] != UNTOUCHED}
+    known = [name for name in PRESETS if PRESETS[name].to_dict() == configs.get(name)]
     text = page_template(_HERE / "pairs.html.j2").render(
         title=labels.pop() if len(labels) == 1 else f"{len(labels)} images",
         findings=[line for line in lines if line not in said],
+        files={
+            name: data_uri("application/json", json.dumps(each, indent=1).encode()) for name, each in configs.items()
+        },
+        known=known,
+        model=facts.get("model"),
         shown=[(pair, *three) for pair, three in zip(pairs, parts, strict=True)],
         brighter=BRIGHTER,
         facts=flatten({name: value for name, value in facts.items() if name not in own}),
@@ -202,6 +211,7 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, Mapping):
             facts += flatten(value, f"{name} · ")
         else:
+            value = float(f"{value:.6g}") if isinstance(value, float) else value
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
             facts.append((name, text))
     return facts
