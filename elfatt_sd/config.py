@@ -191,15 +191,16 @@ class PatchConfig:
             used |= {"residual_guidance"} if phase.corrects else set()
         return [name for name in settings if name not in used]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data, ready for JSON; without the origin, as what is computed does not depend on it."""
+    def to_dict(self, *, origin: bool = False) -> dict[str, Any]:
+        """Return plain data, ready for JSON; with `origin` also where it comes from, on which no image depends."""
         data = {name: getattr(self, name) for name in _SAVED}
         data["phases"] = [phase.to_dict() for phase in self.phases]
         data["reuse"] = list(map(dataclasses.asdict, self.reuse))
         own = [{"layers": each.layers, "phases": [phase.to_dict() for phase in each.phases]} for each in self.per_layer]
         data["per_layer"] = own
         # what was saved before there were any stays the same
-        return {name: value for name, value in data.items() if value or name not in ("reuse", "per_layer")}
+        data = {name: value for name, value in data.items() if value or name not in ("reuse", "per_layer")}
+        return data | ({"format": FORMAT, "origin": dict(self.origin)} if origin and self.origin else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> PatchConfig:
@@ -232,9 +233,7 @@ class PatchConfig:
         Raises:
             OSError: it cannot be written.
         """
-        write_json(
-            Path(path), self.to_dict() | ({"format": FORMAT, "origin": dict(self.origin)} if self.origin else {})
-        )
+        write_json(Path(path), self.to_dict(origin=True))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PatchConfig:

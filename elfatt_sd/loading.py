@@ -209,16 +209,18 @@ def kind_of_file(path: Path) -> str:
 def read_lora(given: str) -> tuple[str, str | None, float]:
     """Read `PATH[:SCALE]` before anything is loaded: a folder or a repository of the hub, the file in it, the scale."""
     need("a LoRA", "peft")
-    path, scale = (given, "") if os.path.exists(given) else re.findall(r"(?s)^(.*?)(?::([^:/\\]*))?$", given)[0]
-    if scale and not re.fullmatch(r"-?\d*\.?\d+", scale):
+    path, colon, scale = given.rpartition(":")
+    if not colon or os.path.exists(given) or re.search(r"[/\\]", scale):  # the colon of a Windows drive
+        path, scale = given, "1"
+    if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", scale):
         raise ElfattError(f"lora={given!r} has the scale {scale!r}; give a number, as in style.safetensors:0.8.")
     files = sorted(Path(path).glob("*.safetensors")) if os.path.isdir(path) else [Path(path)]
     if len(files) == 1 and os.path.isfile(files[0]):
         with contextlib.suppress(OSError, SafetensorError), safe_open(files[0], "np") as file:
             if any("lora" in name.lower() for name in list(file.keys())):
-                return str(files[0].parent), files[0].name, float(scale or 1)
+                return str(files[0].parent), files[0].name, float(scale)
     elif (hub := _HUB_LORA.fullmatch(path)) and not os.path.isdir(path):
-        return hub[1], hub[2], float(scale or 1)
+        return hub[1], hub[2], float(scale)
     raise ElfattError(
         f"lora={given!r} is not there, or is not a LoRA; give a .safetensors file whose weights have 'lora' in their "
         "names, a folder with one such file, or a hub id. A scale may follow, as in style.safetensors:0.8."

@@ -82,8 +82,9 @@ def apply_patch(
         for name, denoiser in denoisers.items():
             Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, not takes_steps(name)).install()
         _warn_of_others_processors(chosen, config)
-        here = {"weights": fingerprint(main), "scheduler": owner() and type(owner()).__name__} if config.origin else {}
-        warn_of_origin(config.origin, **here)
+        if config.origin:
+            scheduler = owner() and type(owner()).__name__
+            warn_of_origin(config.origin, weights=fingerprint(main) or None, scheduler=scheduler)
         owner.origin = config.origin  # its runs tell the rest
         if not autotune:
             warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))

@@ -99,8 +99,7 @@ def make_model(
     dimensions = Dimensions.of(empty_model(shape, few=True), shape.scale) if shape else dimensions_of(pipe)
     for size in sizes:
         dimensions.check(*height_and_width(size))
-    denoiser = fill(empty_model(shape, few=True), device, dtype) if shape else main_denoiser(pipe)
-    return Model(denoiser, dimensions.factor)
+    return Model(fill(empty_model(shape, few=True), device, dtype) if shape else main_denoiser(pipe), dimensions.factor)
 
 
 def make_pipeline(

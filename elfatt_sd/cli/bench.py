@@ -64,8 +64,7 @@ SESSION: Options = {
 
 def takes(*names: str, **own: tuple[Any, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that gives a command options, which have the names of the benchmark's own."""
-    known = LOADING | OPTIONS | own
-    return adds_options("options", {name: known[name] for name in names} | SESSION, dict)
+    return adds_options("options", {name: (LOADING | OPTIONS | own)[name] for name in names} | SESSION, dict)
 
 
 @app.command()

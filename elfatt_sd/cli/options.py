@@ -41,6 +41,7 @@ PEER = "tomesd"
 ALONE = ("spread", "cell_spread", "sampled")
 
 METHOD = f"{DEFAULT} (what pays here), {', '.join(METHODS)}, package.module:Class, or saved settings."
+_quoted = functools.partial(json.dumps, ensure_ascii=False)
 _patch = functools.partial(optional, rich_help_panel="The patch")
 PATCH_OPTIONS: dict[str, tuple[Any, Any]] = {
     "method": _patch(str, autocompletion=lambda: [DEFAULT, *METHODS], help=METHOD, show_default=DEFAULT),
@@ -80,15 +81,15 @@ def build_patch(
     settings |= dict(map(name_and_value, set or ()))
     if config_file is None:
         config = method_named(method := DEFAULT if method is None else method)
-        source = json.dumps(method)
+        source = _quoted(method)
     elif method is None:
         config = PatchConfig.load(config_file)
-        source = f"elfatt_sd.PatchConfig.load({json.dumps(config_file)})"
+        source = f"elfatt_sd.PatchConfig.load({_quoted(config_file)})"
     else:
         raise ElfattError(f"method={method!r} and config={config_file!r} exclude each other; give one of them.")
-    quoted = {name: json.dumps(each) if isinstance(each, str) else repr(each) for name, each in settings.items()}
-    written = "".join(f", {name}={each}" for name, each in quoted.items()) + ", autotune=True" * bool(autotune)
-    return PatchOptions(config.with_settings(**settings), bool(autotune), source + written)
+    written = "".join(f", {name}={_quoted(v) if isinstance(v, str) else repr(v)}" for name, v in settings.items())
+    written = source + written + ", autotune=True" * bool(autotune)
+    return PatchOptions(config.with_settings(**settings), bool(autotune), written)
 
 
 MODELS = f"{', '.join(EMBEDDED)}, a diffusers directory, a hub id, or a .safetensors file"

@@ -245,7 +245,7 @@ class Trial:
                 "speed_ratios": list(row.ratios),
                 "psnr_db": row.psnr_db if math.isfinite(row.psnr_db) and not row.fault else None,
                 "identical": bool(row.unchanged),
-                "config": self.configs[row.method].to_dict(),
+                "config": self.configs[row.method].to_dict(origin=True),
             }
             for row in self.rows
         ]

@@ -133,5 +133,5 @@ def draw_for_page(
     source = f"elfatt_sd.PatchConfig.load({Path(file).name!r})" if file else repr(method)
     lines = f"import elfatt_sd\n\npipe = elfatt_sd.load_pipeline({model!r})\nelfatt_sd.apply_patch(pipe, {source})"
     figures = "\n".join(filter(None, [*said, *own_warnings]))
-    saved = json.dumps(config.to_dict(), indent=2)
+    saved = json.dumps(config.to_dict(origin=True), indent=2)
     return (untouched.picture, own.picture), left, right, figures, lines, saved, str(planned)

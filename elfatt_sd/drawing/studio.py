@@ -208,7 +208,7 @@ class Studio:
             "prompt": prompt,
             "seed": seed,
             "method": request.config.method,
-            "config": request.config.to_dict(),
+            "config": request.config.to_dict(origin=True),
             "autotune": request.autotune,
             "model": request.model,
             "steps": self.steps,
@@ -271,7 +271,7 @@ def versions() -> dict[str, str]:
 def warn_if_too_large(
     pipe: Any, height: int | None, width: int | None, *, rows: int, batch: int = 1, frames: int | None = None
 ) -> None:
-    """Warn of images or clips that are estimated to need more memory than is free on their device."""
+    """Warn of images or clips that are estimated to need more memory than is free, and refuse a hopeless one."""
     dimensions, each = dimensions_of(pipe), pipe.dtype.itemsize
     height, width = dimensions.size(height, width)
     clip = frames or default_of(pipe, "num_frames") or 1
@@ -295,7 +295,7 @@ def warn_if_too_large(
         what = f"a batch of {batch} at" if batch > 1 else "an image of"
         said = f"{what} {width}x{height} needs about {need / 2**30:,.1f} GiB of memory (estimated), and "
         said += f"{free / 2**30:,.1f} are free on {device.type}"
-        if device.type == "cpu" and need > _HOPELESS * most:  # the machine would go down
+        if device.type == "cpu" and batch == 1 and need > _HOPELESS * most:  # the machine would go down
             raise ElfattError(f"{said}; give a smaller one.")
         warnings.warn(f"{said}: it may fail.", stacklevel=3)
 

@@ -85,8 +85,7 @@ def _joined(front: _Front, options: Sequence[tuple[float, float, Any]]) -> _Fron
     order = order[np.append(True, fastest[1:] > fastest[:-1])]
     places = np.log(np.maximum(mse[order], _LEAST_MSE)) // _APART
     kept = order[np.append(places[1:] != places[:-1], True) | (np.arange(len(order)) == 0)]
-    pairs = (divmod(place, len(options)) for place in kept.tolist())
-    picks = [(*front[one][2], options[two][2]) for one, two in pairs]
+    picks = [(*front[one][2], options[two][2]) for one, two in (divmod(each, len(options)) for each in kept.tolist())]
     return list(zip(saved[kept].tolist(), mse[kept].tolist(), picks, strict=True))
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import os
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -120,6 +121,7 @@ class Tuned:
             brighter=BRIGHTER,
             settings=settings,
             prompt=PROMPT,
+            quote=shlex.quote,
             layers=[(each.layers, config.for_layer(each.layers)) for each in config.per_layer] or [("all", config)],
             stretches=[(first, last, plan[first:last], end) for (first, _), (last, end) in itertools.pairwise(ends)],
             short=_short,

@@ -156,7 +156,8 @@ def test_runs_of_one_thread_go_on_wherever_they_are_interrupted(make: Any, sched
     late = [0] * 3 + [1] * 5 + [2] * 8 + [0] * 5 + [1] * 3
     for order in ([0, 1, 2] * 8, late, [0, 1, 1, 0, 2, 0, 1, 2, 2] * 2 + [0, 1, 2] * 2):
         runs = [denoised(model, one if shared else scheduler(), seed) for seed in range(3)]
-        assert all(torch.equal({seed: next(runs[seed]) for seed in order}[seed], alone[seed]) for seed in range(3))
+        found = {seed: next(runs[seed]) for seed in order}
+        assert all(torch.equal(found[seed], alone[seed]) for seed in range(3))
 
 
 def test_a_run_goes_on_in_another_thread() -> None:
@@ -173,7 +174,8 @@ def test_runs_that_nobody_goes_on_with_are_let_go() -> None:
     for _ in range(3):
         next(denoised(unet, scheduler, 0))  # and is interrupted
     assert len(unet.elfatt_patch.schedule._mine) == 1
-    assert all(next(run) is not None for run in [denoised(unet, tiny.ddim(), index) for index in range(KEPT + 2)])
+    kept = [denoised(unet, tiny.ddim(), index) for index in range(KEPT + 2)]
+    assert all(next(run) is not None for run in kept)
     assert len(unet.elfatt_patch.schedule._mine) == KEPT
 
 

@@ -183,5 +183,5 @@ def test_what_cannot_fit_is_warned_of(pipe: Any, monkeypatch: pytest.MonkeyPatch
     warn_if_too_large(pipe, None, None, rows=2)
     with pytest.warns(UserWarning, match=r"a batch of 500 at 1024x1024 .* 1\.0 are free on cpu: it may fail"):
         warn_if_too_large(pipe, 1024, 1024, rows=2, batch=500)
-    with pytest.raises(ElfattError, match=r"a batch of 500000 .* are free on cpu; give a smaller one"):
-        warn_if_too_large(pipe, 1024, 1024, rows=2, batch=500_000)
+    with pytest.raises(ElfattError, match=r"an image of 100000x.* are free on cpu; give a smaller one"):
+        warn_if_too_large(pipe, 1_000_000, 100_000, rows=2)

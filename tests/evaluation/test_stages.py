@@ -111,8 +111,7 @@ def test_a_torn_reference_is_found(full_protocol: Protocol, workplace: Path, own
     assert not (tmp_path / "run" / "cells").exists()
     allowed = dataclasses.replace(protocol, reference=dataclasses.replace(torn, allow_count=True))
     assert evaluate(tmp_path / "run", allowed) == {}
-    scores = json.loads((tmp_path / "run" / "scores.json").read_text())
-    ((name, found),) = scores["references"].items()
+    ((name, found),) = json.loads((tmp_path / "run" / "scores.json").read_text())["references"].items()
     assert name == "FD-CLIP (ViT of width 32/8@32) (11 reference images)" and len(found["unreadable"]) == 1
 
 

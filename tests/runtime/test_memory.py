@@ -237,8 +237,7 @@ def test_all_calls_of_a_step_count() -> None:
     """Wan calls its transformer once more for guidance; a limit is that of both, and a second transformer counts."""
     pipe, run = tiny_transformers.wan()
     for guidance, config, calls in ((1.0, LATE, 1), (3.0, LATE, 2), (3.0, GUIDED, 1)):
-        draw = functools.partial(run, num_inference_steps=8, guidance_scale=guidance)
-        check_limit(pipe, draw, config, calls * ONE)
+        check_limit(pipe, functools.partial(run, num_inference_steps=8, guidance_scale=guidance), config, calls * ONE)
     pipe, run = tiny_transformers.wan(second=True)
     elfatt_sd.apply_patch(pipe, SHARED, residuals="host")
     kept, patch = list[bool](), pipe.transformer.elfatt_patch

@@ -106,6 +106,8 @@ def test_what_is_found_is_close_and_fast_as_said(
     assert base64.b64decode(offered) == page.with_name("elfatt_sd.json").read_bytes()
     assert re.search(rf"<h1.*: {re.escape(tuned.proof.promised)} promised \(90 %\), measured \d\.\d\d times", text)
     assert "http:" not in text and "https:" not in text, "nothing from outside"
+    named = dataclasses.replace(tuned, record={**tuned.record, "model": "my model"}).report(tmp_path / "named")
+    assert "--model &#39;my model&#39;</span>" in named.read_text(encoding="utf-8")
     sent = shared(monkeypatch)
     assert tuned.push_to_hub("me/small", token="t", private=True) == "https://hub/me/small"
     assert sent.pop("files") == ["README.md", "curve.png", "elfatt_sd.json", "pair.png"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from elfatt_sd.config import PRESETS, UNTOUCHED
+from elfatt_sd.config import PRESETS
 from elfatt_sd.drawing.compare import BRIGHTER, Pair, difference
 from elfatt_sd.errors import PACKAGES, REPORT, ElfattError, need
 from elfatt_sd.evaluation.report import tables
@@ -171,7 +171,8 @@ def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -
     pictures = [(pair.untouched.picture, pair.own.picture) for pair in pairs]
     parts = [[webp([each], SIDE) for each in (*both, difference(*both))] for both in pictures]
     drawn = [each for trial in (first, *others) for each in trial.get("methods", [trial])]
-    configs = {each["method"]: each["config"] for each in drawn if each["method"] != UNTOUCHED}
+    shown = {pair.own.method for pair in pairs}
+    configs = {each["method"]: each["config"] for each in drawn if each["method"] in shown}
     known = [name for name in PRESETS if PRESETS[name].to_dict() == configs.get(name)]
     text = page_template(_HERE / "pairs.html.j2").render(
         title=labels.pop() if len(labels) == 1 else f"{len(labels)} images",
@@ -181,6 +182,7 @@ def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -
         },
         known=known,
         model=facts.get("model"),
+        autotune=facts.get("autotune", False),
         shown=[(pair, *three) for pair, three in zip(pairs, parts, strict=True)],
         brighter=BRIGHTER,
         facts=flatten({name: value for name, value in facts.items() if name not in own}),

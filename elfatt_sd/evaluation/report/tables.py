@@ -255,8 +255,7 @@ def fixed(value: float, decimals: int, *, sign: bool = False) -> str:
     excludes; without, there is no negative zero.
     """
     prefix = ("+" if value > 0 else MINUS if value < 0 else "") if sign else ""
-    text = f"{abs(value) if sign else round(value, decimals) + 0.0:.{decimals}f}"
-    return prefix + text.replace("-", MINUS)
+    return prefix + f"{abs(value) if sign else round(value, decimals) + 0.0:.{decimals}f}".replace("-", MINUS)
 
 
 def interval(value: Estimate, decimals: int, *, sign: bool = False) -> str:
@@ -278,8 +277,7 @@ def join_names(names: Iterable[str]) -> str:
 
 def plural(count: int, noun: str) -> str:
     """Write a count with its noun: `1 image`, `128 images`, `5 classes`."""
-    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
-    return f"{count:,} {noun}{ending}".replace(",", " ")
+    return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}".replace(",", " ")
 
 
 # Files.

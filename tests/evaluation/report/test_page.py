@@ -197,8 +197,7 @@ def test_rows_are_told_apart_and_joined_if_they_differ_in_one_number(sweep):
 
 
 def test_the_stepped_line_joins_rows_that_none_beats_in_both():
-    places = ((3, 9), (1, 1), (2, 4), (2, 5), (4, 5))
-    spots = [Spot(None, across, Estimate(up)) for across, up in places]
+    spots = [Spot(None, across, Estimate(up)) for across, up in ((3, 9), (1, 1), (2, 4), (2, 5), (4, 5))]
     assert [(spot.across, spot.up.value) for spot in front(spots)] == [(1, 1), (2, 5), (3, 9)]
 
 
