@@ -249,7 +249,7 @@ class PatchConfig:
         try:
             data = json.loads(_file_of(path).read_text(encoding="utf-8-sig"))  # editors on Windows put a BOM first
         except (OSError, TypeError, ValueError, RecursionError) as error:
-            what = "are not JSON" if isinstance(error, json.JSONDecodeError) else "cannot be read"
+            what = "are not JSON" if isinstance(error, ValueError) else "cannot be read"
             if isinstance(error, ElfattError):  # of the hub
                 raise
             reason = getattr(error, "strerror", None) or error

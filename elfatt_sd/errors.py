@@ -111,7 +111,7 @@ REPORT = ("matplotlib", "jinja2", "markupsafe")
 
 def install_line(*names: str) -> str:
     extras = dict.fromkeys(PACKAGES[name].extra for name in names if PACKAGES[name].extra)
-    own = [f"'elfatt-sd[{','.join(extras)}]'"] if extras else []
+    own = [f"'.[{','.join(extras)}]'"] if extras else []  # in a checkout, as README has it
     return " ".join(["pip install", *own, *(name for name in names if not PACKAGES[name].extra)])
 
 

@@ -20,7 +20,7 @@ from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Settings
 from elfatt_sd.plans import WORTH, Plan, default_of, input_grid, make_plan
-from elfatt_sd.runtime import warn, warn_of_origin
+from elfatt_sd.runtime import warn
 from elfatt_sd.runtime.autotune import measure_phases
 from elfatt_sd.runtime.denoiser import OWNER, PATCH, Owner, Patch
 from elfatt_sd.runtime.layer import Layers, choose_layers, device_of, fitted, resolve
@@ -82,10 +82,8 @@ def apply_patch(
         for name, denoiser in denoisers.items():
             Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, not takes_steps(name)).install()
         _warn_of_others_processors(chosen, config)
-        if config.origin:
-            scheduler = owner() and type(owner()).__name__
-            warn_of_origin(config.origin, weights=fingerprint(main) or None, scheduler=scheduler)
-        owner.origin = config.origin  # its runs tell the rest
+        owner.origin = config.origin  # its runs say what differs
+        owner.here = {"weights": fingerprint(main) or None} if config.origin else {}
         if not autotune:
             warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))
     return pipe

@@ -122,7 +122,7 @@ class Plan:
     def calls(self) -> int:
         """Steps of the run, by calls of the denoiser as far as settings know them: PLMS has one more."""
         origin = self.config.origin
-        known = origin.get("calls") if origin.get("steps") == self.steps else None
+        known = origin.get("calls") if self.steps in (None, origin.get("steps")) else None
         return known if isinstance(known, int) else self.steps or _STEPS
 
     @property

@@ -210,7 +210,7 @@ def test_settings_come_from_the_hub(given: Any, failed: Any, says: str, tmp_path
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"\xff\xfe{}", "cannot be read ('utf-8' codec"),
+        (b"\xff\xfe{}", "are not JSON ('utf-8' codec"),
         (b"[" * 100_000, "cannot be read"),
         (b'{"phases": [{"size": 3}]}', "are not accepted: key 'phase.size' is not known; accepted: until"),
         (b'{"phases": {"until": 1}}', "are not accepted: phases={'until': 1}"),

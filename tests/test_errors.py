@@ -22,7 +22,7 @@ from elfatt_sd.evaluation.extraction import open_source
 from elfatt_sd.evaluation.features import load_extractor
 
 pytestmark = pytest.mark.usefixtures("library_chatter")
-EVAL = "pip install 'elfatt-sd[eval]'"
+EVAL = "pip install '.[eval]'"
 COMMANDS = """
 import sys
 sys.modules |= dict.fromkeys({hidden})  # None there is a package that is not installed
@@ -64,10 +64,10 @@ def test_what_needs_a_package_says_so_in_one_line(tmp_path: Path, monkeypatch: A
         result = call(*words.split())
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr == f"error: {says} (not installed): {EVAL}\n"
-    with pytest.raises(ElfattError, match=r"extractor='inception' needs .*elfatt-sd\[inception,eval\]'$"):
+    with pytest.raises(ElfattError, match=r"extractor='inception' needs .*\.\[inception,eval\]'$"):
         load_extractor("inception")
     (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(ElfattError, match=r"a \.parquet reference needs pyarrow.*pip install 'elfatt-sd\[parquet\]'$"):
+    with pytest.raises(ElfattError, match=r"a \.parquet reference needs pyarrow.*pip install '\.\[parquet\]'$"):
         open_source(tmp_path / "a.parquet")
     assert EVAL in call("eval", "run", "toy", "--dry-run", "--out", tmp_path / "run").stderr
     assert install_line("tomesd", "peft") == f"{EVAL} peft"
@@ -116,7 +116,7 @@ def test_the_doctor_finds_what_is_missing_broken_or_wrong(monkeypatch: Any) -> N
         ("diffusers", "ok", ""),
     ]
     remedies = [(each.status, each.remedy) for each in found["optional packages"]]
-    assert remedies == [("optional", "pip install 'elfatt-sd[eval]'"), ("optional", "pip install alone")]
+    assert remedies == [("optional", EVAL), ("optional", "pip install alone")]
     assert not healthy_now
 
     def broken() -> None:

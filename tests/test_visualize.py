@@ -208,5 +208,5 @@ def test_panels_show_what_is_there_in_colours_that_follow_the_groups(monkeypatch
     names = [Heads(numbers, None, EVEN, EVEN).name for numbers in ((0,), (0, 1, 2), (0, 2))]
     assert names == ["head 1", "heads 1 to 3", "heads 1, 3"]
     monkeypatch.setitem(optional.PACKAGES, "matplotlib", optional.OptionalPackage("no_such", "plots", "eval"))
-    with pytest.raises(ElfattError, match=r"pip install 'elfatt-sd\[eval\]'"):
+    with pytest.raises(ElfattError, match=r"pip install '\.\[eval\]'"):
         draw(LOOK)

@@ -221,7 +221,7 @@ def compare(options: argparse.Namespace) -> Comparison:
         [file for suite in find_tests(options.checkout).values() for file in suite],
     )
     if importlib.util.find_spec("pytest") is None:
-        raise ElfattError("pytest is not installed: pip install 'elfatt-sd[test]'")
+        raise ElfattError("pytest is not installed: pip install '.[test]'")
     options.out.mkdir(parents=True, exist_ok=True)
     print(f"{len(files)} files of tests, untouched ...", flush=True)
     compared = Comparison(run_tests(options, "untouched", files, []), {}, known)

@@ -269,7 +269,7 @@ def patch(
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the configuration as JSON.")] = None,
 ) -> None:
     """Show what would be patched, layer by layer, and the Python lines that do it."""
-    from elfatt_sd.drawing.studio import check_sizes
+    from elfatt_sd.drawing.studio import check_sizes, own_settings
     from elfatt_sd.patch import plan
 
     check_sizes(height, width)
@@ -289,8 +289,8 @@ def patch(
         quiet_libraries()
         pick_dtype(from_where.dtype, pick_device(from_where.device))
         pipe = sketch(model)
-    if steps is None:
-        steps = chosen.config.origin.get("steps") or (EMBEDDED[model].steps if model in EMBEDDED else None)
+    if steps is None and (model in EMBEDDED or chosen.config.origin):
+        steps = own_settings(pipe, model)[0]
     planned = plan(pipe, chosen.config, height=height, width=width, steps=steps, autotune=chosen.autotune)
     if planned.auto:
         written = chosen.arguments.replace(DEFAULT, planned.config.method, 1)
@@ -385,9 +385,8 @@ def tune(
         except (OSError, ElfattError):
             typer.echo(f"\n{json.dumps(found.config.to_dict())}", err=as_json)
             raise
-        typer.echo(f"\nsettings: {save}; use them with elfatt-sd generate ... --config {save}", err=as_json)
-        if found.proof is None:
-            complain("the settings leave the pipeline untouched", "note")
+        use = f"use them with elfatt-sd generate ... --config {save}" if found.proof else "they leave it untouched"
+        typer.echo(f"\nsettings: {save}; {use}", err=as_json)
     if out is not None:
         typer.echo(f"page: {found.report(out)}", err=as_json)
 

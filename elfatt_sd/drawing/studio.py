@@ -34,7 +34,7 @@ from elfatt_sd.loading import make_scheduler, scheduler_class
 from elfatt_sd.measure import PeakMeter, Stopwatch
 from elfatt_sd.patch import decided, plan, warn_if_slower
 from elfatt_sd.plans import default_of, frames_to_one, taken
-from elfatt_sd.runtime import warn_of_origin
+from elfatt_sd.runtime.denoiser import OWNER
 from elfatt_sd.runtime.layer import around_forward
 from elfatt_sd.toy import EMBEDDED
 
@@ -164,7 +164,6 @@ class Studio:
             warnings.warn(text, stacklevel=3)
         warn_if_too_large(pipe, height, width, rows=rows_of(pipe, self.guidance, request.negative_prompt))
         config = decided(pipe, request.config, (), (height, width, None), self.steps)
-        warn_of_origin(config.origin, negative_prompt=request.negative_prompt or "")
         self.request = request = replace(request, config=config)
         if request.config.active and (height or width) and not request.autotune:
             warn_if_slower(plan(pipe, request.config, height=height, width=width))
@@ -198,6 +197,8 @@ class Studio:
 
     def draw(self, prompt: str, seed: int) -> Shot:
         """Draw one image with the pipeline as it is."""
+        if (owner := vars(self.pipe).get(OWNER)) is not None:
+            owner.here["negative_prompt"] = self.request.negative_prompt or ""
         return draw(self.pipe, prompt, seed, self.steps, self._options, self.on_step)
 
     def record(self, prompt: str, seed: int, shot: Shot) -> dict[str, Any]:

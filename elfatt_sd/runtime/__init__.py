@@ -72,21 +72,18 @@ def warn(kind: str, stacklevel: int = 3, **values: Any) -> None:
 
 
 def origin_in_words(origin: Mapping[str, Any]) -> str:
-    return "{} at {}, {} steps, {}".format(*map(origin.get, ("model", "size", "steps", "scheduler")))
+    image = f" on an image, from step {origin['begin']} on" if origin.get("begin") else ""
+    return "{} at {}, {} steps, {}".format(*map(origin.get, ("model", "size", "steps", "scheduler"))) + image
 
 
 def other_than(origin: Mapping[str, Any], **here: Any) -> str:
     """Say what differs from what settings were tuned for; empty where nothing does."""
     said = {"weights": "another model, or other weights", "input": "a latent of {} in place of {}", "steps": "{} steps"}
-    said |= {"begin": "a run that begins with step {}", "negative_prompt": "negative prompt {!r}"}
+    said |= {"negative_prompt": "negative prompt {!r}", "begin": "an image, from step {} on"}
+    said |= {} if here.get("begin") else {"begin": "no image"}
     with contextlib.suppress(ArithmeticError, AttributeError, LookupError, ValueError):  # of an image, in pixels
         (rows, columns), (own_rows, own_columns) = (map(int, each["input"].split("x")) for each in (here, origin))
         width, height = map(int, origin["size"].split("x"))
         said["input"] = f"{columns * width // own_columns}x{rows * height // own_rows}"
     other = {key: new for key, new in here.items() if new is not None and origin.get(key) not in (None, new)}
     return ", ".join(said.get(name, name + " {}").format(other[name], origin[name]) for name in other)
-
-
-def warn_of_origin(origin: Mapping[str, Any], **here: Any) -> None:
-    if words := other_than(origin, **here):
-        warn("other origin", 4, origin=origin_in_words(origin), here=words)

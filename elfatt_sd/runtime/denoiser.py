@@ -26,7 +26,7 @@ from elfatt_sd.families.cuts import OUTPUT, Cuts, Stand, Taking, put_back
 from elfatt_sd.families.joint import forget_read, named
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase, reused_steps
-from elfatt_sd.runtime import other_than, warn, warn_of_origin
+from elfatt_sd.runtime import origin_in_words, other_than, warn
 from elfatt_sd.runtime.autotune import Tuner
 from elfatt_sd.runtime.call import Call, LayerCall, Repeats, leaves
 from elfatt_sd.runtime.joint_processor import joint_processor_for
@@ -67,6 +67,7 @@ class Owner:
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.origin: Mapping[str, Any] = {}  # of settings
+        self.here: dict[str, Any] = {}  # what is known of its runs before they begin, under the names of an origin
         self._told = set[str]()  # what of it was said to differ
 
     def __call__(self) -> Any:
@@ -90,10 +91,12 @@ class Owner:
         """Say what differs in a run from those that settings were tuned for, each thing once."""
         guidance = getattr(self.target and self.target(), "_guidance_scale", None)
         steps = getattr(self(), "num_inference_steps", None) or steps
-        here = {"input": str(grid) if grid.tokens else None, "steps": steps, "guidance": guidance, "begin": begin}
+        here = {**self.here, "scheduler": self() and type(self()).__name__}
+        here |= {"input": str(grid) if grid.tokens else None, "steps": steps, "guidance": guidance, "begin": begin}
         here = {name: value for name, value in here.items() if name not in self._told}
         self._told |= {name for name, value in here.items() if other_than(self.origin, **{name: value})}
-        warn_of_origin(self.origin, **here)
+        if words := other_than(self.origin, **here):
+            warn("other origin", 4, origin=origin_in_words(self.origin), here=words)
 
     def warn_of_others(self, caller: nn.Module | None = None) -> None:
         target, others = self.target and self.target(), {}

@@ -105,8 +105,8 @@ def choose_layers(
     for own in config.per_layer:
         if not any(own.matches(layer.name) for layers in found.values() for layer in layers):
             names = ", ".join([*(layer.name for layer in found[main][:3]), "..."])
-            names += f" The settings were tuned for {origin_in_words(config.origin)}." * bool(config.origin)
-            raise ElfattError(f"no self-attention layer matches layers={own.layers!r}; this {title} has {names}")
+            tuned = f"these settings were tuned for {origin_in_words(config.origin)}, and " * bool(config.origin)
+            raise ElfattError(f"{tuned}no self-attention layer matches layers={own.layers!r}; this {title} has {names}")
     if config.active and not chosen[main]:
         raise ElfattError(
             f"no self-attention layer matches max_downsample={config.max_downsample}; this {title} has some at "

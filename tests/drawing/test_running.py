@@ -138,9 +138,9 @@ def test_guidance_by_the_name_that_a_pipeline_has(flux: Any, pipe: Any, tmp_path
         with pytest.warns(UserWarning, match="guidance=9 has no effect on this model without a negative_prompt"):
             Studio(flux, request, tmp_path)
         Studio(flux, dataclasses.replace(request, negative_prompt="b"), tmp_path)
-        tuned = dataclasses.replace(request, config=dataclasses.replace(FAST, origin={"negative_prompt": ""}))
-        with pytest.warns(UserWarning, match="here: negative prompt 'b'. What was promised"):
-            Studio(flux, dataclasses.replace(tuned, negative_prompt="b"), tmp_path)
+    tuned = PatchConfig("tuned", FAST.phases, levels=2, origin={"negative_prompt": ""})
+    with pytest.warns(UserWarning, match="here: negative prompt 'b'. What was promised"):
+        [*Studio(pipe, Request(("a b",), tuned, steps=2, negative_prompt="b"), tmp_path).results()]
 
 
 def test_the_longest_text_encoder_counts(pipe: Any) -> None:
