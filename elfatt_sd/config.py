@@ -456,7 +456,7 @@ def warn_without_effect(config: PatchConfig) -> None:
     if not config.phases and config.method == UNTOUCHED:
         return
     said = [f"method {config.method!r} has no setting {name}" for name in config.without_effect(config.changes)]
-    if not config.active and (base is None or base.active):
+    if not config.active and (base.active if base else not config.all_phases):
         changes = "".join(f"with {name}={value!r}, " for name, value in config.changes.items())
         said = [f"{changes}method {config.method!r} approximates nothing: the pipeline stays untouched"]
     for each in said:

@@ -54,7 +54,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")] = False,
 ) -> None:
     """Faster Stable Diffusion without training, and what it costs."""
@@ -203,7 +205,7 @@ def try_methods(
     repeats: Annotated[int, typer.Option(help="How often each method is timed, interleaved.")] = 2,
     methods: Annotated[
         list[str] | None,
-        typer.Option("--method", autocompletion=lambda: [DEFAULT, *METHODS], help=f"{METHOD} Several; all presets."),
+        typer.Option("--method", autocompletion=lambda: [DEFAULT, *METHODS], help=f"{METHOD} Several; all if none."),
     ] = None,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the strip and its JSON.")] = Path("outputs"),
     as_json: Json = False,
