@@ -195,8 +195,8 @@ def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
             with said if says else contextlib.nullcontext():
                 picture_of(pipe, **{"steps": 4, **given})
     begun = like(diffusers.StableDiffusionImg2ImgPipeline, elfatt_sd.remove_patch(pipe))
-    elfatt_sd.apply_patch(begun, dataclasses.replace(config, origin={**origin, "begin": 0}))
-    with pytest.warns(UserWarning, match="here: an image, from step 2 on. What"):
+    elfatt_sd.apply_patch(begun, dataclasses.replace(config, origin={**origin, "first": 1}))
+    with pytest.warns(UserWarning, match="here: an image from step 3 on. What"):
         picture_of(begun, steps=4, image=torch.rand(1, 3, 32, 32), strength=0.5)
     for name, here in {"weights": "another model, or other weights", "scheduler": f"scheduler {scheduler}"}.items():
         elfatt_sd.apply_patch(pipe, dataclasses.replace(config, origin={**origin, name: "else"}))

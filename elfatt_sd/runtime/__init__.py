@@ -72,15 +72,15 @@ def warn(kind: str, stacklevel: int = 3, **values: Any) -> None:
 
 
 def origin_in_words(origin: Mapping[str, Any]) -> str:
-    image = f" on an image, from step {origin['begin']} on" if origin.get("begin") else ""
+    image = "" if origin.get("first") in (None, 1) else f", on an image from step {origin['first']} on"
     return "{} at {}, {} steps, {}".format(*map(origin.get, ("model", "size", "steps", "scheduler"))) + image
 
 
 def other_than(origin: Mapping[str, Any], **here: Any) -> str:
     """Say what differs from what settings were tuned for; empty where nothing does."""
     said = {"weights": "another model, or other weights", "input": "a latent of {} in place of {}", "steps": "{} steps"}
-    said |= {"negative_prompt": "negative prompt {!r}", "begin": "an image, from step {} on"}
-    said |= {} if here.get("begin") else {"begin": "no image"}
+    said |= {"negative_prompt": "negative prompt {!r}", "first": "an image from step {} on"}
+    said |= {"first": "no image"} if here.get("first") == 1 else {}
     with contextlib.suppress(ArithmeticError, AttributeError, LookupError, ValueError):  # of an image, in pixels
         (rows, columns), (own_rows, own_columns) = (map(int, each["input"].split("x")) for each in (here, origin))
         width, height = map(int, origin["size"].split("x"))

@@ -87,12 +87,12 @@ class Owner:
         found = [vars(module).get(PATCH) for module in self.modules]
         return [patch for patch in found if patch is not None and patch.owner is self]
 
-    def check_origin(self, grid: Grid, steps: int, begin: int) -> None:
+    def check_origin(self, grid: Grid, steps: int, first: int) -> None:
         """Say what differs in a run from those that settings were tuned for, each thing once."""
         guidance = getattr(self.target and self.target(), "_guidance_scale", None)
         steps = getattr(self(), "num_inference_steps", None) or steps
         here = {**self.here, "scheduler": self() and type(self()).__name__}
-        here |= {"input": str(grid) if grid.tokens else None, "steps": steps, "guidance": guidance, "begin": begin}
+        here |= {"input": str(grid) if grid.tokens else None, "steps": steps, "guidance": guidance, "first": first}
         here = {name: value for name, value in here.items() if name not in self._told}
         self._told |= {name for name, value in here.items() if other_than(self.origin, **{name: value})}
         if words := other_than(self.origin, **here):
@@ -309,7 +309,7 @@ class Patch:
         if not position.scheduled or position.step == run.first:
             self.owner.warn_of_others(self.module)
             if self.owner.origin and position.scheduled:
-                self.owner.check_origin(given.grid, position.steps, run.first)
+                self.owner.check_origin(given.grid, position.steps, run.first + 1)
         if compiled:
             self._allow_recompiling()
         self.begin(position, run, replace(given, compiled=compiled))

@@ -168,7 +168,7 @@ def tune(
             except ElfattError as error:  # it does not go with this pipeline
                 warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=2)
         proof = search.prove(search.settle())
-        record |= {"calls": search.calls, "begin": search.begin}
+        record |= {"calls": search.calls, "first": search.begin + 1}
         return Tuned(
             config=UNTOUCHED if proof is None else proof.with_origin(pipe, budget, record),
             budget=budget,

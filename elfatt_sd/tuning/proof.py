@@ -344,7 +344,7 @@ class Proof:
             "input": str(input_grid(pipe, height, width, len(frames))),
             **{name: record["settings"][name] for name in ("steps", "guidance")},
             "negative_prompt": record["settings"]["negative_prompt"] or "",
-            **{name: record[name] for name in ("calls", "begin")},
+            **{name: record[name] for name in ("calls", "first")},
             "scheduler": type(pipe.scheduler).__name__,
             **{name: record[name] for name in ("device", "dtype", "versions")},
             "asked": budget.words(self.measure),

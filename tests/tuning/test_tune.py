@@ -85,7 +85,7 @@ def test_what_is_found_is_close_and_fast_as_said(
     assert PatchConfig.load(tmp_path / "tuned.json") == tuned.config
     found = PatchConfig.load(tmp_path / "tuned.json").origin
     expected = {"size": "32x32", "input": "16x16", "steps": 4, "asked": "PSNR 30.0 dB at least", "images": 8}
-    expected |= {"begin": 0, "negative_prompt": "", "scheduler": type(small.scheduler).__name__}
+    expected |= {"first": 1, "negative_prompt": "", "scheduler": type(small.scheduler).__name__}
     assert {**found, **expected} == found
     assert found["promised"].startswith(tuned.proof.words())
     tuned.apply(small)
