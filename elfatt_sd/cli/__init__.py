@@ -385,7 +385,7 @@ def tune(
         try:
             found.save(save)
         except (OSError, ElfattError):
-            typer.echo(f"\n{json.dumps(found.config.to_dict())}", err=as_json)
+            typer.echo(f"\n{json.dumps(found.config.to_dict(origin=True))}", err=as_json)
             raise
         use = f"use them with elfatt-sd generate ... --config {save}" if found.proof else "they leave it untouched"
         typer.echo(f"\nsettings: {save}; {use}", err=as_json)

@@ -169,13 +169,15 @@ def tune(
                 warnings.warn(f"elfatt-sd: {name} is left out of the curve: {error}", stacklevel=2)
         proof = search.prove(search.settle())
         record |= {"calls": search.calls, "first": search.begin + 1}
+        chosen = proof and proof.point
+        points = [one if one is chosen or one.name != "tuned" else replace(one, name="tried") for one in search.points]
         return Tuned(
             config=UNTOUCHED if proof is None else proof.with_origin(pipe, budget, record),
             budget=budget,
             measure=measure,
             proof=proof,
             nearest=max(search.proofs, key=lambda each: measure.sign * each.bound, default=None),
-            points=tuple(search.points),
+            points=tuple(points),
             curve=tuple(search.curve),
             untouched_seconds=search.seconds,
             floor=search.floor,
@@ -450,7 +452,7 @@ class Search:
         while len(tried) < TRIES and choice.saved > 0 and all(abs(choice.psnr - one) > ALIKE for one in tried):
             self.runs.stage(f"trying {choice.psnr:.1f} dB predicted", len(self.samples))
             tried.append(choice.psnr)
-            self._learn_speed(self.run_config("tried", self.model.chosen(choice), choice.psnr, self.samples), choice)
+            self._learn_speed(self.run_config("tuned", self.model.chosen(choice), choice.psnr, self.samples), choice)
             choice = self.choose()
             fastest = max((rival.times for rival in self._rivals()), default=0.0)
             if not self.budget.by_speed and fastest * WORTH >= self._times(choice):

@@ -192,7 +192,7 @@ class Tuned:
             lines.append(f"{'what was run':<16} {'times as fast':>13} {self.measure.name:>9} {'images':>6}")
         for point in sorted(self.points, key=lambda each: each.times):
             times = "busy" if point.busy else f"{point.times:.2f}"
-            name = f"★ {point.name}" if proof and point is proof.point else point.name.replace("tuned", "tried")
+            name = "★ " * (proof is not None and point is proof.point) + point.name
             lines.append(f"{name:<16} {times:>13} {point.mean:>9.{self.measure.digits}f} {len(point.closeness):>6}")
         return [*lines, *self._notes()]
 

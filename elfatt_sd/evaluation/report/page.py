@@ -177,12 +177,10 @@ def write_pairs(image: Path, pairs: Sequence[Pair], lines: Sequence[str] = ()) -
     text = page_template(_HERE / "pairs.html.j2").render(
         title=labels.pop() if len(labels) == 1 else f"{len(labels)} images",
         findings=[line for line in lines if line not in said],
-        files={
-            name: data_uri("application/json", json.dumps(each, indent=1).encode()) for name, each in configs.items()
-        },
+        files=configs,
+        data_uri=data_uri,
         known=known,
-        model=facts.get("model"),
-        autotune=facts.get("autotune", False),
+        run=facts,
         shown=[(pair, *three) for pair, three in zip(pairs, parts, strict=True)],
         brighter=BRIGHTER,
         facts=flatten({name: value for name, value in facts.items() if name not in own}),
