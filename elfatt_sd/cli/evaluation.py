@@ -123,7 +123,7 @@ def generate_command(protocol: Any, out: Out, reuse: Reuse = None, quiet: Quiet 
 @app.command("reference")
 @takes_protocol
 def reference_command(protocol: Any, quiet: Quiet = False) -> None:
-    """Compute the statistics of a protocol's reference, or find them in the cache."""
+    """Compute the features of a protocol's reference, or find them in the cache."""
     from elfatt_sd.evaluation.extraction import every_minute
     from elfatt_sd.evaluation.score import build_references
 
