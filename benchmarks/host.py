@@ -33,8 +33,8 @@ from elfatt_sd.benchmarking.variants import (
     resolve_methods,
 )
 from elfatt_sd.config import METHODS, PatchConfig
-from elfatt_sd.families import find_layers, levels_of, main_denoiser, select_layers
-from elfatt_sd.families.shapes import UNET_NAMES, call_arguments, empty_model
+from elfatt_sd.families import family_of, find_layers, levels_of, main_denoiser, select_layers
+from elfatt_sd.families.shapes import UNET_NAMES, empty_model
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.patch import apply_patch
 from elfatt_sd.phases import EXACT, Phase
@@ -84,7 +84,7 @@ class Calls:
         self.unet: Any = empty_model(benchmarking.SHAPES[model]).eval()
         grid = Grid.image(*(side // SCALE for side in height_and_width(size)))
         empty = functools.partial(torch.empty, dtype=torch.float32, device="meta")
-        self._given = call_arguments(self.unet, grid, batch, empty)
+        self._given = family_of(self.unet).arguments(self.unet, grid, batch, empty)
         self._timesteps = torch.arange(999, -1, -(1000 // steps), device="cpu")[:steps]
 
     def call(self, step: int) -> None:

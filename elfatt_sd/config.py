@@ -184,7 +184,7 @@ class PatchConfig:
         """Return those of some settings that this configuration has not: no phase that approximates uses them."""
         used = {*RUN_SETTINGS, "active_fraction"}
         for phase in (phase for phase in self.all_phases if not phase.exact):
-            used |= phase.attention.used_settings | {"attention_dtype"}
+            used |= {*phase.attention.settings(), "attention_dtype"}
             used |= {"ratio"} if phase.attention.merges else set()
             used |= {"stride"} if phase.matches else set()
             used |= set() if phase.dense else {"residual_steps"}

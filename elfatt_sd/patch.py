@@ -16,7 +16,6 @@ from elfatt_sd.attention.softmax import make_ready
 from elfatt_sd.config import DEFAULT, FAST, UNTOUCHED, Method, PatchConfig, is_auto, method_named, warn_without_effect
 from elfatt_sd.errors import ElfattError, flag, whole
 from elfatt_sd.families import find_denoisers, levels_of, main_denoiser, select_layers, takes_steps, unwrap
-from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Settings
 from elfatt_sd.plans import WORTH, Plan, default_of, input_grid, make_plan
@@ -83,7 +82,6 @@ def apply_patch(
             Patch(config, chosen[name], denoiser, schedule, owner, autotune, names, not takes_steps(name)).install()
         _warn_of_others_processors(chosen, config)
         owner.origin = config.origin  # its runs say what differs
-        owner.here = {"weights": fingerprint(main) or None} if config.origin else {}
         if not autotune:
             warn_if_slower(make_plan(config, chosen, {}, input_grid(pipe)))
     return pipe
@@ -275,6 +273,8 @@ def _plan_auto(pipe: Any, config: PatchConfig, *others: Any) -> Plan:
         if not speed:
             said = "untouched, as the multiply-adds of a call cannot be counted; name a method"
         planned = _plan(pipe, method_named(UNTOUCHED).with_settings(**config.changes), *others)
+        if planned.config.active:
+            said = said.replace("untouched", f"untouched but for {', '.join(config.changes)}", 1)
     return replace(planned, auto=f"auto: {said}")
 
 

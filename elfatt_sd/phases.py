@@ -344,8 +344,8 @@ def objects_of(name: str, value: object) -> list[Mapping[str, Any]]:
 
 def reuse_of(value: Any) -> tuple[StepReuse, ...]:
     """Return stretches that are given as such, or as plain data."""
-    if isinstance(value, tuple) and all(isinstance(each, StepReuse) for each in value):
-        return value
+    if isinstance(value, list | tuple) and all(isinstance(each, StepReuse) for each in value):
+        return tuple(value)
     given = objects_of("reuse", value)
     for each in given:
         known_keys("reuse.", each, [field.name for field in dataclasses.fields(StepReuse)])

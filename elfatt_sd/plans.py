@@ -147,7 +147,7 @@ class Plan:
         cuts = [(blueprint, reuse.cut if takes_steps(name) else OUTPUT) for name, blueprint in self.blueprints]
         costs = [blueprint.taking_over(self.grid, cut) or (0, 0) for blueprint, cut in cuts]
         work, values = (sum(column) for column in zip(*costs, strict=True))
-        return work // self.turns, 2 * (reuse.order + 1) * values
+        return work // self.turns, 2 * (reuse.order + 1) * values // self.turns  # denoisers that take turns let go
 
     @property
     def kept_bytes(self) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from peft import LoraConfig
 from support import tiny_pipelines as tiny
 from support.checks import ACTIVE, counting, elfatt_processors, like, picture_of, processors
 
@@ -204,6 +205,17 @@ def test_settings_say_once_where_they_were_not_tuned(pipe: Any) -> None:
             picture_of(pipe, steps=2)
         with pytest.warns(UserWarning, match="here: guidance 5.0. What"):  # each thing once
             picture_of(pipe, steps=2, guidance_scale=5.0)
+    with pytest.warns(UserWarning, match="here: 3 steps. What"):
+        picture_of(copy.deepcopy(elfatt_sd.apply_patch(pipe, config)), steps=3)
+    lora, unets = LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False), [tiny.unet() for _ in range(2)]
+    for name, unet in zip("ab", unets, strict=True):
+        torch.manual_seed(0)
+        unet.add_adapter(lora, adapter_name=name)
+    assert fingerprint(unets[0]) == fingerprint(unets[1]) != fingerprint(tiny.unet())
+    unets[1].set_adapters(["b"], [0.5])
+    assert fingerprint(unets[0]) != fingerprint(unets[1])
+    elfatt_sd.apply_patch(elfatt_sd.remove_patch(pipe).unet, config)
+    picture_of(pipe, steps=4, guidance_scale=5.0)  # of five calls, and guidance is not seen from there
 
 
 # Models that come into a pipeline, and go, after it was patched.

@@ -53,8 +53,7 @@ def run(pipe: Any) -> Any:
 
 
 def test_elfatt_shows_merges_agents_blocks_and_the_error(pipe: Any, run: Any) -> None:
-    method = phases(1.0, "elfatt", ratio=0.5, block_size=16, agents=8, block_order="windows")
-    [seen] = watched(pipe, method, run)
+    [seen] = watched(pipe, phases(1.0, "elfatt", ratio=0.5, block_size=16, agents=8, block_order="windows"), run)
     assert (seen.step, seen.steps, seen.method) == (2, 4, "own") and "agents" in seen.what
     assert seen.merged is not None and seen.merged.count == seen.grid.tokens - seen.grid.tokens // 2
     assert [agents.count for agents in seen.agents] == [8]

@@ -34,7 +34,7 @@ from elfatt_sd.drawing.studio import check_steps, dimensions_of, exact_size, war
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.families import SelfAttention, copy_structure, family_of, main_denoiser, step_denoisers, unwrap
 from elfatt_sd.families.base import PlainProjections
-from elfatt_sd.families.shapes import SHAPES, UNET_NAMES, Dimensions, call_arguments, empty_model
+from elfatt_sd.families.shapes import SHAPES, UNET_NAMES, Dimensions, empty_model
 from elfatt_sd.loading import load_pipeline, pick_device, pick_dtype
 from elfatt_sd.measure import Call, peak_memory
 from elfatt_sd.methods import Blocks, Draws, Softmax, attentions, is_own
@@ -78,7 +78,7 @@ class Model:
         family = family_of(module)
         latent = Grid(family.latent(module).frames, height // self.scale, width // self.scale)
         noise = lambda *shape: standard_normal(shape, generator).to(parameter)  # noqa: E731
-        return call_arguments(module, family.grid(module, latent), batch, noise)
+        return family.arguments(module, family.grid(module, latent), batch, noise)
 
 
 def unet_call(unet: nn.Module, inputs: Mapping[str, Any]) -> Callable[[], Any]:

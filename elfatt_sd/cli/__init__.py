@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -387,7 +388,8 @@ def tune(
         except (OSError, ElfattError):
             typer.echo(f"\n{json.dumps(found.config.to_dict(origin=True))}", err=as_json)
             raise
-        use = f"use them with elfatt-sd generate ... --config {save}" if found.proof else "they leave it untouched"
+        use = f"use them with elfatt-sd generate ... --config {shlex.quote(str(save))}"
+        use = use if found.proof else "they leave it untouched"
         typer.echo(f"\nsettings: {save}; {use}", err=as_json)
     if out is not None:
         typer.echo(f"page: {found.report(out)}", err=as_json)

@@ -354,9 +354,9 @@ class Sheet:
         untouched = PatchConfig.preset(UNTOUCHED)
         for model in self.models:
             pipe = self.load(Request(tuple(self.prompts), untouched, model=model, **self.settings))
-            denoisers = find_denoisers(pipe)  # tokens of transformers cannot be merged
-            methods: list[str | PatchConfig]
-            methods = [name for name in self.methods if is_auto(own := method_named(name)) or fits(own, denoisers)]
+            denoisers, methods = find_denoisers(pipe), list[str | PatchConfig](self.methods)
+            if len(self.models) > 1 or methods == [*METHODS]:  # tokens of transformers cannot be merged
+                methods = [name for name in methods if is_auto(own := method_named(name)) or fits(own, denoisers)]
             for number, prompt in enumerate(self.prompts):
                 studio = Studio(pipe, Request((prompt,), untouched, model=model, **self.settings), Path(), on_step)
                 trial = Trial(studio, methods, self.repeats, again=self.again)

@@ -58,7 +58,7 @@ def make_page(load: Load, models: Sequence[str], method: str = AUTO, steps: int 
                 prompt = gradio.Textbox(PROMPT, label="Prompt", elem_id="prompt")
                 model = gradio.Dropdown(list(models), value=models[0], label="Model", allow_custom_value=True)
                 names = [name for name in METHODS if name != UNTOUCHED]
-                chosen = gradio.Dropdown([AUTO, *names], value=method, label="Method")
+                chosen = gradio.Dropdown([*dict.fromkeys([AUTO, *names, method])], value=method, label="Method")
                 with gradio.Row():
                     button = gradio.Button("Draw", variant="primary", elem_id="draw", min_width=100)
                     halt = gradio.Button("Stop", elem_id="stop", min_width=100)
@@ -125,7 +125,8 @@ def draw_for_page(
             trial = Trial(studio, [studio.request.config], 1, again=True)
             trial.run()
         untouched, own, *said = pair(trial)
-        planned = plan(pipe, studio.request.config, height=own.picture.height, width=own.picture.width)
+        height, width = own.picture.height, own.picture.width
+        planned = plan(pipe, studio.request.config, height=height, width=width, steps=studio.steps)
     except Exception as error:
         raise ElfattError(in_plain_words(error)) from error
     own_warnings = dict.fromkeys(str(each.message) for each in caught if "elfatt-sd" in str(each.message))

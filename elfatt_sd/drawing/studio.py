@@ -95,6 +95,21 @@ def check_sizes(height: int | None, width: int | None) -> None:
             raise ElfattError(f"{name}={pixels!r} is not accepted; give a positive multiple of 8.")
 
 
+def as_rgb(picture: Image.Image) -> Image.Image:
+    """Return an image upright, as its EXIF data says, in RGB of 8 bits; transparent pixels are laid over white.
+
+    Raises:
+        OSError: it has more than 8 bits.
+    """
+    if picture.mode.startswith(("F", "I")):
+        raise OSError(f"samples of more than 8 bits (mode {picture.mode}); accepted: 8 bits")
+    picture = ImageOps.exif_transpose(picture)
+    if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
+        picture = picture.convert("RGBA")
+        picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+    return picture.convert("RGB")
+
+
 def read_image(path: Path | None, strength: float | None) -> Any:
     """Read an image to begin with, if there is one, and check how far to go from it."""
     if strength is not None and not (path and 0 < strength <= 1):
@@ -104,9 +119,9 @@ def read_image(path: Path | None, strength: float | None) -> Any:
         return None
     try:
         with Image.open(path) as file:
-            return ImageOps.exif_transpose(file).convert("RGB")
+            return as_rgb(file)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        reason = getattr(error, "strerror", None) or "not an image"
+        reason = getattr(error, "strerror", None) or "not an image of 8 bits"
         raise ElfattError(f"image={str(path)!r} cannot be read ({reason}); give a PNG, a JPEG or the like.") from error
 
 
@@ -198,7 +213,7 @@ class Studio:
     def draw(self, prompt: str, seed: int) -> Shot:
         """Draw one image with the pipeline as it is."""
         if (owner := vars(self.pipe).get(OWNER)) is not None:
-            owner.here["negative_prompt"] = self.request.negative_prompt or ""
+            owner.here |= {"negative_prompt": self.request.negative_prompt or "", "guidance": self.guidance}
         return draw(self.pipe, prompt, seed, self.steps, self._options, self.on_step)
 
     def record(self, prompt: str, seed: int, shot: Shot) -> dict[str, Any]:
@@ -363,7 +378,7 @@ def draw(pipe: Any, prompt: str, seed: int, steps: int, given: dict[str, Any], o
     def tell(step: Callable[[], Any]) -> Any:  # not every pipeline has `callback_on_step_end`
         nonlocal calls
         output, known = step(), len(scheduler.timesteps)
-        calls, expected = calls + 1, known - begin_of(pipe)
+        calls, expected = calls + 1, getattr(pipe, "_num_timesteps", None) or known
         done = max(1, round(steps * expected / known))  # of the steps, where drawing begins with an image
         on_step(min(done, round(calls * done / expected)), done)
         return output
@@ -383,6 +398,8 @@ def draw(pipe: Any, prompt: str, seed: int, steps: int, given: dict[str, Any], o
 
 def begin_of(pipe: Any) -> int:
     """Return the step of its schedule that a pipeline began with: with an image, not the first one."""
+    if getattr(pipe, "_denoising_end", None):  # of an SDXL, which leaves the last steps to its refiner
+        return getattr(pipe.scheduler, "begin_index", None) or 0
     steps = len(pipe.scheduler.timesteps)
     return steps - (getattr(pipe, "_num_timesteps", None) or steps)
 
@@ -413,6 +430,9 @@ def begin_with(
     except ValueError as error:
         raise ElfattError(f"image is not accepted: diffusers has no image-to-image pipeline for {kind}.") from error
     check_text_to_image(made, {"image"})
+    config: Any = unwrap(main_denoiser(pipe)).config
+    if config.get("in_channels", 0) > (config.get("out_channels") or math.inf):
+        raise ElfattError("image is not accepted: this model wants a mask with it; draw with it in Python.")
     image, own_strength = read_image(path, strength), default_of(made, "strength")
     if strength is not None and own_strength is None:
         raise ElfattError(f"strength={strength:g} is not accepted; {type(made).__name__} has none.")

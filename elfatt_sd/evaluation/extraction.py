@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from elfatt_sd.drawing.studio import as_rgb
 from elfatt_sd.errors import ElfattError, need
 from elfatt_sd.evaluation.features import Extractor
 from elfatt_sd.files import atomic_file, is_hidden, read_plain, sha256_of_data, visible, write_file
@@ -192,7 +193,7 @@ def decode(content: bytes) -> Any:
 
     Transparent pixels are laid over white. Colour profiles are not applied.
     """
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     try:
         opened = Image.open(io.BytesIO(content))
@@ -207,13 +208,7 @@ def decode(content: bytes) -> Any:
         frames = getattr(opened, "n_frames", 1)
         if frames > 1 and opened.format != "MPO":  # of a camera: its other frames are smaller copies
             raise OSError(f"{frames} frames or pages; accepted: one image a file")
-        if opened.mode.startswith(("F", "I")):
-            raise OSError(f"samples of more than 8 bits (mode {opened.mode}); accepted: 8 bits")
-        picture = ImageOps.exif_transpose(opened)
-        if picture.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
-            picture = picture.convert("RGBA")
-            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
-        return picture.convert("RGB")
+        return as_rgb(opened)
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ class Cuts:
 
     def takings(self, step: int, steps: int, history: History) -> dict[str, Taking]:
         """Return what a call takes over, by the name of its cut; or what it keeps, where a later one may."""
-        plan = reused_steps(self._reuse, steps)
+        plan = (*reused_steps(self._reuse, steps), None)  # a loop of one's own may call once more
         now = plan[step]
         for known in history.values():  # of a guidance that was off meanwhile, for instance
             if known and step - known[-1][0] > max(each.every for each in self._reuse):

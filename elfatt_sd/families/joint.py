@@ -25,7 +25,7 @@ from elfatt_sd.methods import Grid
 
 Read = TypeVar("Read")
 DISPATCHED, PLAIN = "dispatch_attention_fn", "scaled_dot_product_attention"  # how processors call attention
-_READ: Any = WeakIdKeyDictionary()  # off ids of tokens, and what these were then
+READ: Any = WeakIdKeyDictionary()  # off ids of tokens, and what these were then
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,11 @@ def read_once(ids: Tensor, read: Callable[[Tensor], Read]) -> Read:
     """Return what is read off ids. On a device, which has to be waited for, they are read again once written."""
     if ids.device.type == "cpu":  # where NumPy writes unseen
         return read(ids)
-    state, known = written(ids), _READ.get(ids)
+    state, known = written(ids), READ.get(ids)
     if known is None or known[0] != state:
-        known = _READ[ids] = state, read(ids)
+        known = READ[ids] = state, read(ids)
     found: Read = known[1]
     return found
-
-
-def forget_read() -> None:
-    """Read all ids again, after a run: a CUDA graph that is replayed writes them unseen."""
-    _READ.clear()
 
 
 def grid_of_ids(ids: Tensor) -> Grid:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import json
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from torch.utils.flop_counter import flop_registry
 
 from elfatt_sd.errors import ElfattError
 from elfatt_sd.families import family_of, unwrap
-from elfatt_sd.families.base import Fill
 from elfatt_sd.families.cuts import Stand, Taking
 from elfatt_sd.families.unet import SCALE
 from elfatt_sd.methods import Grid
@@ -113,11 +113,6 @@ def empty_model(shape: Shape, *, few: bool = False) -> nn.Module:
     return model
 
 
-def call_arguments(denoiser: nn.Module, grid: Grid, batch: int, fill: Fill) -> dict[str, Any]:
-    module = unwrap(denoiser)
-    return family_of(module).arguments(module, grid, batch, fill)
-
-
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts as `FlopCounterMode` does, in half of its time: not by module."""
 
@@ -153,13 +148,14 @@ class Blueprint:
             with warnings.catch_warnings(), torch.device("meta"), torch.no_grad(), counter:
                 warnings.simplefilter("ignore")  # of building such a model once more
                 module: Any = self.kind.from_config(json.loads(self.config)).eval()  # type: ignore[attr-defined]
-                for part in family_of(module).cut(module, cut) if cut else ():
+                given = (family := family_of(module)).arguments(module, grid, 1, torch.empty)
+                for part in family.cut(module, cut) if cut else ():
                     Stand(part, lambda: takings[-1])
-                module(**call_arguments(module, grid, 1, torch.empty))
+                module(**given)
                 whole = counter.flops if cut else 0
                 if cut:
                     takings.append(Taking(takings[0].kept))
-                    module(**call_arguments(module, grid, 1, torch.empty))
+                    module(**given)
         except Exception:  # of a class that takes other arguments, or reads values: whatever its authors raise
             return None
         flops = counter.flops - whole
@@ -175,7 +171,7 @@ def fingerprint(denoiser: nn.Module) -> str:
     """Return a hash of a denoiser that is the same on all devices and in all dtypes; empty where weights are not there.
 
     It is of its class, of what its configuration changes of the class's own, and of the weights' names, shapes, and the
-    signs of eight values of each, of which other training changes some.
+    signs of eight values of each, of which other training changes some; of LoRAs also of their scales.
     """
     module: Any = unwrap(denoiser)
     own, plain = inspect.signature(type(module).__init__).parameters, functools.partial(json.dumps, default=str)
@@ -186,7 +182,11 @@ def fingerprint(denoiser: nn.Module) -> str:
         if weight.device.type == "meta":
             return ""
         some = weight.detach().flatten()[:: max(1, weight.numel() // 8)][:8]
+        name = re.sub(r"(\.lora_[AB])\.\w+", r"\1", name)  # without what somebody has called it
         digest.update(f"{name}{tuple(weight.shape)}{torch.signbit(some.float()).tolist()}".encode())
+    loras = [part for part in module.modules() if isinstance(getattr(part, "scaling", None), dict)]
+    scales = [part.scaling.get(name) for part in loras for name in part.active_adapters]
+    digest.update(str(scales or "").encode())
     return digest.hexdigest()[:20]
 
 

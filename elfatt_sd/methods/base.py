@@ -256,24 +256,9 @@ class Attention:
         return ()
 
     @property
-    def family(self) -> str:
-        """What plots group it with."""
-        return self.name
-
-    @property
     def matches(self) -> bool:
         """Whether it looks for similar tokens of its own, besides those that are merged before it."""
         return False
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it may draw at random; only then a seed or `redraw` changes anything."""
-        return True
-
-    @property
-    def used_settings(self) -> frozenset[str]:
-        """The settings that change what it does."""
-        return frozenset(self.settings()) if self.is_random else frozenset(self.settings()) - {"redraw"}
 
     def accepts(self, merge: Merge) -> None:
         """Raise an `ElfattError` where it does not go with what is merged before it."""

@@ -27,8 +27,6 @@ class Softmax(Attention):
     name: ClassVar[str] = "softmax"
     exact: ClassVar[bool] = True
     joint: ClassVar[bool] = True
-    is_random = False
-    family = "merging (ToMe)"  # what is left when tokens are merged before it
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         q, k, v = layer.project(tokens)
@@ -126,19 +124,8 @@ class Agents(Attention):
         return [tokens // count + (number < tokens % count) for number in range(count)]
 
     @property
-    def family(self) -> str:
-        """With agents in none or all of the heads, it is what is left of it."""
-        if self.agent_share == 0:
-            return "spread blocks" if self.block_order == "spread" else "other blocks"
-        return "ELFATT" if self.agent_share < 1 else "agents"
-
-    @property
     def matches(self) -> bool:
         return self.agent_share > 0 and self.agent_source == "merged"  # Agent-SD
-
-    @property
-    def is_random(self) -> bool:
-        return self.block_order == "spread" and (self.agent_share < 1 or self.agent_source == "pooled")
 
 
 @dataclass
@@ -216,15 +203,6 @@ class Blocks(Attention):
     def words(self, fitted: Sequence[Self]) -> str:
         orders = self.block_order + (f" and {self.second_order}" if self.second_order else "")
         return self.said(fitted, "block_size", f"{orders} blocks of #")
-
-    @property
-    def is_random(self) -> bool:
-        return "spread" in (self.block_order, self.second_order)
-
-    @property
-    def family(self) -> str:
-        orders = {self.block_order, self.second_order or self.block_order}
-        return "spread blocks" if orders == {"spread"} else "other blocks"
 
 
 def order_tokens(order: BlockOrder, grid: Grid, size: int, draws: Draws, what: str = "blocks") -> Prepared:

@@ -59,7 +59,6 @@ class Sampled(Attention):
     merges: ClassVar[bool] = False
     joint: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({"block_size": "keys"})
-    family = "sampled keys"
 
     keys: int = 128
     groups: int = 2
@@ -145,7 +144,6 @@ class CellSpread(Attention):
     merges: ClassVar[bool] = False
     needs_sums: ClassVar[bool] = True
     joint: ClassVar[bool] = True
-    family = "spread blocks"
 
     block_size: int = 128
     cell: int | None = None
@@ -212,7 +210,6 @@ class Reuse(Attention):
     merges: ClassVar[bool] = False
     joint: ClassVar[bool] = True
     empty: ClassVar[bool] = True
-    is_random = False
 
     def attend(self, layer: Layer, tokens: Tensor, prepared: Any) -> Tensor:
         """Return zeros; only what times or checks a single call asks for them."""

@@ -21,9 +21,10 @@ from torch import nn
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import refuse_tracing
 from elfatt_sd.errors import ElfattError
-from elfatt_sd.families import Given, family_of, find_denoisers, unwrap
+from elfatt_sd.families import Given, family_of, find_denoisers, main_denoiser, unwrap
 from elfatt_sd.families.cuts import OUTPUT, Cuts, Stand, Taking, put_back
-from elfatt_sd.families.joint import forget_read, named
+from elfatt_sd.families.joint import READ, named
+from elfatt_sd.families.shapes import fingerprint
 from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase, reused_steps
 from elfatt_sd.runtime import origin_in_words, other_than, warn
@@ -61,13 +62,13 @@ class Owner:
     alone. The copies of the modules come to it by themselves.
     """
 
-    def __init__(self, target: Any = None, scheduler: Any = None) -> None:
+    def __init__(self, target: Any = None, scheduler: Any = None, known: tuple[Any, ...] = ({}, {})) -> None:
         self.target = None if target is None else weakref.ref(target)
         self._scheduler = scheduler
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._warned: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.origin: Mapping[str, Any] = {}  # of settings
-        self.here: dict[str, Any] = {}  # what is known of its runs before they begin, under the names of an origin
+        self.origin: Mapping[str, Any] = known[0]  # of settings
+        self.here: dict[str, Any] = {**known[1]}  # what is known of its runs, under the names of an origin
         self._told = set[str]()  # what of it was said to differ
 
     def __call__(self) -> Any:
@@ -76,23 +77,29 @@ class Owner:
     def __deepcopy__(self, copied: dict[int, Any]) -> Owner:
         target = self.target and self.target()
         if target is None:
-            return Owner(None, copy.deepcopy(self._scheduler, copied))
-        return Owner(copied.get(id(target), target))
+            return Owner(None, copy.deepcopy(self._scheduler, copied), (self.origin, self.here))
+        return Owner(copied.get(id(target), target), None, (self.origin, self.here))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Owner, (None, self())
+        return Owner, (None, self(), (self.origin, self.here))
 
     @property
     def patches(self) -> list[Patch]:
         found = [vars(module).get(PATCH) for module in self.modules]
         return [patch for patch in found if patch is not None and patch.owner is self]
 
-    def check_origin(self, grid: Grid, steps: int, first: int) -> None:
+    def check_origin(self, grid: Grid, steps: int, run: Run) -> None:
         """Say what differs in a run from those that settings were tuned for, each thing once."""
-        guidance = getattr(self.target and self.target(), "_guidance_scale", None)
-        steps = getattr(self(), "num_inference_steps", None) or steps
-        here = {**self.here, "scheduler": self() and type(self()).__name__}
-        here |= {"input": str(grid) if grid.tokens else None, "steps": steps, "guidance": guidance, "first": first}
+        target, scheduler = self.target and self.target(), run.scheduler and run.scheduler()
+        if "weights" not in self.here and target is not None:  # with LoRAs that came after the patch
+            with contextlib.suppress(ElfattError):  # there is none any more
+                self.here["weights"] = fingerprint(main_denoiser(target)) or None
+        own = target if scheduler is not None and scheduler is self() else None  # the pipeline that runs
+        steps = self.origin.get("steps", steps) if steps == self.origin.get("calls") else steps
+        here = {**self.here, "input": str(grid) if grid.tokens else None}
+        here |= {"scheduler": scheduler and type(scheduler).__name__, "first": run.first + 1}
+        here |= {"steps": getattr(scheduler, "num_inference_steps", None) or steps}
+        here.setdefault("guidance", getattr(own, "_guidance_scale", None))
         here = {name: value for name, value in here.items() if name not in self._told}
         self._told |= {name for name, value in here.items() if other_than(self.origin, **{name: value})}
         if words := other_than(self.origin, **here):
@@ -239,7 +246,7 @@ class Patch:
             if self._cuts is not None:
                 self._keep(call, self._cuts.orders)
             if call.last or not call.scheduled:
-                forget_read()
+                READ.clear()  # a CUDA graph that is replayed writes ids unseen
             if self._is_compiled():
                 if call.last:  # what decodes the latents needs the memory
                     call.memory.buffers.clear()
@@ -309,7 +316,7 @@ class Patch:
         if not position.scheduled or position.step == run.first:
             self.owner.warn_of_others(self.module)
             if self.owner.origin and position.scheduled:
-                self.owner.check_origin(given.grid, position.steps, run.first + 1)
+                self.owner.check_origin(given.grid, position.steps, run)
         if compiled:
             self._allow_recompiling()
         self.begin(position, run, replace(given, compiled=compiled))
@@ -337,6 +344,11 @@ class Patch:
         kept = position.scheduled and place[0] < KEPT_CALLS
         call.matchings = memory.matchings.take(step // config.reuse_steps, place, kept and config.reuse_steps > 1)
         call.last = 1 < position.steps == step + 1
+        if memory.whole is not given.whole and self._cuts is not None:  # a ControlNet begins, or ends
+            for known in (each for other in run.kept.values() for each in other.history.values()):
+                for values in known.values():
+                    values.clear()
+        memory.whole = given.whole
         call.given = replace(given, timestep=None)  # a view of the schedule, which would keep its run
         skipped: set[nn.Module] = set()
         if self._cuts is not None and kept and not (given.differentiated or given.partial or given.whole):
@@ -457,7 +469,10 @@ class Patch:
         if scheduled:
             if step == run.first and not config.approximates(step, steps):
                 self.warn("idle", first=step + 1, steps=steps)
-            elif step == run.first and self._cuts and not any(reused_steps(config.reuse, steps)[step:]):
+                return
+            plan = reused_steps(config.reuse, steps)
+            taking = (each and plan[step:place].count(None) > each.order for place, each in enumerate(plan))
+            if step == run.first and self._cuts and not any(taking):
                 self.warn("no reuse", first=step + 1, steps=steps)
         elif self._cuts or any(phase.residual_steps > 1 for phase in config.all_phases):
             self.warn("no schedule")

@@ -228,6 +228,7 @@ class Memory:
         self.history: dict[tuple[int, ...], History] = {}  # what steps take over from earlier ones, by a call's place
         self._firsts: list[tuple[tuple[int, ...], Tensor]] = []  # calls of this step that measure, and their input
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
+        self.whole = False  # whether the latest call could take nothing over
         self._step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
 

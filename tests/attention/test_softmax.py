@@ -151,8 +151,7 @@ def test_elfatt_beside_text(tokens: int, agents: int, blocks: int) -> None:
     context, run, scale, size = text(), runs(tokens, agents), q.shape[3] ** -0.5, round(tokens / blocks)
     near = dense_blocks(q, k, v, size, context=context)
     means = pooled(q, agents)
-    lengths = pooled(q.double().norm(dim=3, keepdim=True), agents)
-    own = means / means.norm(dim=3, keepdim=True) * lengths
+    own = means / means.norm(dim=3, keepdim=True) * pooled(q.double().norm(dim=3, keepdim=True), agents)
     close(joint.run_agents(q, agents), own)
     assert torch.equal(joint.run_agents(0 * q, agents), 0 * q[:, :agents]), "no direction"
     totals = [torch.einsum("bqhd,bkhd->bhqk", x, y.double()) * scale for x, y in ((own, k), (q.double(), context.k))]

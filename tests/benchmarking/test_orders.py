@@ -101,14 +101,6 @@ def test_each_method_is_compared_where_it_approximates(pipe: Any) -> None:
         errors(pipe, config)
 
 
-def test_random_orders_are_drawn_several_times(pipe: Any) -> None:
-    """The mean over four draws is that of four seeds."""
-    seeds = [errors(pipe, SPREAD.with_settings(seed=seed), at=(1,), draws=1) for seed in range(4)]
-    for row, *each in zip(errors(pipe, SPREAD, at=(1,)), *seeds, strict=True):
-        own = [single["error"] for single in each]
-        assert len({*own}) == 4 and row["error"] == pytest.approx(sum(own) / 4)
-
-
 def test_orders(pipe: Any, loaded: dict[str, Any], tmp_path: Path) -> None:
     """How tables look is tried with those that are published; a run that is stopped has the steps before."""
     loaded["pipe"] = pipe

@@ -395,10 +395,8 @@ def test_steps_take_over_from_earlier_ones(folder: Path, name: str) -> None:
         if before and row.put:
             row.put(pipe)
         untouched, denoiser = run(**row.given if before else {}), main_denoiser(pipe)
-        family = family_of(denoiser)
-        cut = [*family.cuts(unwrap(denoiser)), "output"][0]
-        reuse = (elfatt_sd.StepReuse(cut=cut, first=1, last=0, order=0),)
-        elfatt_sd.apply_patch(pipe, "sd", reuse=reuse)
+        cut = [*family_of(denoiser).cuts(unwrap(denoiser)), "output"][0]
+        elfatt_sd.apply_patch(pipe, "sd", reuse=(elfatt_sd.StepReuse(cut=cut, first=1, last=0, order=0),))
         if not before and row.put:
             row.put(pipe)
         found += [run(**row.given), run(**row.given)]

@@ -158,6 +158,14 @@ def test_the_longest_text_encoder_counts(pipe: Any) -> None:
     tell_cut_prompts(Two(tokenizer=pipe.tokenizer, tokenizer_2=roomy), ["a " * 80])
 
 
+def test_an_image_to_begin_with_is_seen_as_a_viewer_shows_it(tmp_path: Path) -> None:
+    Image.new("LA", (8, 8), (0, 0)).save(tmp_path / "clear.png")
+    assert studio.read_image(tmp_path / "clear.png", None).getpixel((0, 0)) == (255, 255, 255)
+    Image.new("I;16", (8, 8), 300).save(tmp_path / "depth.png")
+    with pytest.raises(ElfattError, match=r"cannot be read \(not an image of 8 bits\)"):
+        studio.read_image(tmp_path / "depth.png", None)
+
+
 def test_names_are_safe_and_short(tmp_path: Path) -> None:
     assert free_name(tmp_path, "../../etc: Ünï/\\*?").name == "0001-etc-ünï.png"
     assert free_name(tmp_path, "???").name == "0001-picture.png"

@@ -75,8 +75,7 @@ phases = [
 
 def test_lists_of_values_become_rows(tmp_path: Path) -> None:
     """Of settings and of phases, whose exact ones stay exact; the null row has other seeds."""
-    again = '[[cells]]\nname = "again"\nmethod = "sd"\nrole = "null"\n'
-    protocol = load(tmp_path, cells=runs.CELLS + LISTS + again)
+    protocol = load(tmp_path, cells=runs.CELLS + LISTS + '[[cells]]\nname = "again"\nmethod = "sd"\nrole = "null"\n')
     assert [cell.seed_offset for cell in protocol.cells] == [0, NULL_SEED_OFFSET, *[0] * 14, 2 * NULL_SEED_OFFSET]
     assert [cell.name for cell in protocol.cells[4:12]] == [
         *(f"elfatt-ratio{ratio}-block_size{size}" for ratio in (0.1, 0.2) for size in (32, 64)),

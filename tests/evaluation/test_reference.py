@@ -213,8 +213,7 @@ def test_cache_is_used_until_something_changes(source: Path, tmp_path: Path, mon
     monkeypatch.setattr(extraction, "LARGEST_BATCH", 3 * 40 * 32)  # bytes of one
     extractor, sizes = regions(), list[int]()
     extractor.network.register_forward_hook(lambda module, given, out: sizes.append(len(out)))
-    found = build(source, cache, extractor, count=PHOTOS + 3)
-    assert found.description["count"] == sum(sizes) == PHOTOS + 3
+    assert build(source, cache, extractor, count=PHOTOS + 3).description["count"] == sum(sizes) == PHOTOS + 3
     assert max(sizes) == 2
 
 

@@ -165,8 +165,7 @@ def test_triton_attends_as_pytorch_does(dtype: torch.dtype, size: int) -> None:
 def test_graphs_give_the_latents_of_the_eager_run(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a run that captures and times, and in one that replays alone."""
     monkeypatch.setattr("elfatt_sd.runtime.graphs.PAYS", 0.0)
-    settings = checks.with_effect(method, block_size=16, agents=8)
-    unet = elfatt_sd.apply_patch(tiny.unet().cuda(), method, **settings)
+    unet = elfatt_sd.apply_patch(tiny.unet().cuda(), method, **checks.with_effect(method, block_size=16, agents=8))
     eager = checks.denoise(unet, 8, 16, "cuda")
     with elfatt_sd.graphs(unet):
         assert all(torch.equal(checks.denoise(unet, 8, 16, "cuda"), eager) for _ in range(2))

@@ -221,7 +221,7 @@ def test_hooks_that_bring_weights_still_run(package: str, hooks_first: bool) -> 
 def test_what_else_is_not_run(kind: str, end: float) -> None:
     """A run that begins late computes everything until there is enough to take over. A ControlNet is not called.
 
-    What it gave is not taken over after its end.
+    What it gave is not taken over after its end, nor is a line drawn from steps with it to steps without.
     """
     net = unet = tiny_pipelines.unet()
     parts, given = dict[str, Any](), {**UNET, "guidance_scale": 1.0, "image": checks.picture()}
@@ -230,12 +230,13 @@ def test_what_else_is_not_run(kind: str, end: float) -> None:
     else:
         given = {name: given[name] for name in given if name not in ("height", "width")} | {"strength": 0.5}
     pipe = unet_pipe(f"StableDiffusion{kind}Pipeline", unet=unet, **parts)
-    run, ran = tiny_transformers.runner(pipe, **given, num_inference_steps=8 if parts else 16), list[int]()
+    run, ran = tiny_transformers.runner(pipe, **given, num_inference_steps=8 if parts else 16), list[str]()
     exact = run()
-    net.mid_block.resnets[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    for name, each in {"net": net, "unet": unet}.items():
+        each.mid_block.resnets[0].register_forward_pre_hook(lambda *_, name=name: ran.append(name))
     with elfatt_sd.patched(pipe, reusing()):
         drawn = run()
-    assert len(ran) == 8 - (3 if end == 1 else 1)
+    assert [ran.count(name) for name in ("net", "unet")] == [8 - (3 if end == 1 else 1), 8 - (3 if end == 1 else 2)]
     assert drawn.isfinite().all() and not torch.equal(drawn, exact)
 
 
@@ -260,10 +261,15 @@ def test_what_cannot_be_reused_is_exact_and_said_once() -> None:
     both = PatchConfig("both", (Phase(1.0, "sampled", keys=8),), reuse=reusing().reuse)
     with elfatt_sd.patched(pipe, both), pytest.warns(UserWarning, match="no step of this run, .* takes over"):
         draw(pipe, steps=3)
+    begun = unet_pipe("StableDiffusionImg2ImgPipeline")  # in a step that would take over, if two had been computed
+    run = tiny_transformers.runner(begun, prompt_embeds=UNET["prompt_embeds"], image=checks.picture(), strength=0.25)
+    with elfatt_sd.patched(begun, both), pytest.warns(UserWarning, match="no step of this run, .* takes over"):
+        run(num_inference_steps=8, guidance_scale=1.0)
     assert "of 3 steps none can take over shallow-1" in str(elfatt_sd.plan(pipe, both, height=32, width=32, steps=3))
     with pytest.raises(ElfattError, match=r"cut='blocks-1-0' is not .* has shallow-1, output"):
         elfatt_sd.apply_patch(pipe, reusing("blocks-1-0"))
     assert not elfatt_sd.is_patched(pipe)
+    assert both.with_settings(reuse=[*both.reuse]) == both
     for changes in ({"every": 1}, {"order": 3}, {"until": 1.5}, {"first": -1}):
         with pytest.raises(ElfattError, match=f"{next(iter(changes))}="):
             StepReuse(**changes)

@@ -107,11 +107,3 @@ def test_one_padding_token_stands_for_all_in_training(trained: Callable[[str], P
         found = trainer(latents, times, tokens.input_ids, clip_tokens, length - denoiser.SLOTS)
     assert expected.std() > 1e-3
     torch.testing.assert_close(found, denoiser.unpack(expected), rtol=1e-4, atol=1e-5)
-
-
-def test_positions_of_a_coarse_grid_are_the_centres_of_its_cells():
-    fine = FluxPipeline._prepare_latent_image_ids(1, 8, 8, torch.device("cpu"), torch.float32)
-    assert torch.equal(denoiser.positions(8, 8), fine)
-    torch.testing.assert_close(denoiser.positions(2, 8), fine.view(2, 4, 2, 4, 3).mean((1, 3)).view(4, 3))
-    grids = denoiser.coarse_grids(3, 8, 4, seeded())
-    assert grids.shape == (4, 3 + 16) and sorted(grids[:, 3:].flatten().tolist()) == list(range(3, 67))

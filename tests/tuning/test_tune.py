@@ -486,8 +486,7 @@ def test_the_folder_is_the_same_in_every_process(pipe: Any) -> None:
     record = tuning._record(runs)
     kind, config = type(pipe.scheduler), pipe.scheduler.config
     pipe.scheduler = kind.from_config(config)
-    noted = pipe.scheduler.config["_use_default_values"]
-    pipe.scheduler.register_to_config(_use_default_values=["another", *noted])
+    pipe.scheduler.register_to_config(_use_default_values=["another", *pipe.scheduler.config["_use_default_values"]])
     assert tuning._record(runs) == record
     pipe.scheduler = kind.from_config(config, beta_start=2 * config["beta_start"])
     assert tuning._record(runs) != record

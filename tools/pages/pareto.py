@@ -27,6 +27,7 @@ from elfatt_sd.evaluation.report.charts import (
 from elfatt_sd.evaluation.report.charts import METHODS as COLOURS
 from elfatt_sd.evaluation.report.data import METHOD, Results, Row, setting_text
 from elfatt_sd.evaluation.report.tables import TIMES, decimals_for, fixed, interval, md_table, span
+from elfatt_sd.methods import Attention
 from elfatt_sd.phases import Phase
 from tools.pages.compare import check_alike
 
@@ -70,7 +71,7 @@ class _Entrant:
     @property
     def kind(self) -> str:
         """What the method approximates with, as the legend says it; merging is named where there is nothing else."""
-        found = {phase.attention.family for phase in self.phases}
+        found = {_group(phase.attention) for phase in self.phases}
         own = found - {_MERGING} or found
         return next((kind for kind in reversed(_KINDS) if kind in own), "unknown")
 
@@ -78,6 +79,16 @@ class _Entrant:
     def shared(self) -> bool:
         """Whether several steps share the difference to exact attention."""
         return any(phase.residual_steps > 1 for phase in self.phases)
+
+
+def _group(attention: Attention) -> str:
+    """Return what a method's attention is grouped with; with agents in none or all of the heads, it is what is left."""
+    if (share := getattr(attention, "agent_share", 0)) > 0:
+        return "ELFATT" if share < 1 else "agents"
+    orders = {order for name in ("block_order", "second_order") if (order := getattr(attention, name, None))}
+    blocks = "spread blocks" if orders == {"spread"} else "other blocks"
+    known = {"softmax": _MERGING, "sampled": "sampled keys", "cell_spread": "spread blocks"}
+    return known.get(attention.name, blocks if orders else attention.name)
 
 
 def draw_pareto(runs: Sequence[Results]) -> tuple[Chart, str]:
