@@ -16,6 +16,7 @@ machine with small models, and without CUDA in place of graphs plain calls.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import signal
@@ -248,7 +249,8 @@ class Suite:
             except Exception:
                 traceback.print_exc(limit=-4, file=sys.stdout)
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with contextlib.suppress(RuntimeError):  # after a capture that failed, an older PyTorch has none
+                torch.cuda.empty_cache()
 
     def write(self) -> None:
         """Write the results so far, whole."""

@@ -1,6 +1,6 @@
 """What a step costs that takes over from earlier ones, on large transformers with random weights and few blocks.
 
-python -m benchmarks.reuse_shapes --shape flux --size 1024x1024 --method elfatt-fast --out benchmarks/results
+python -m benchmarks.reuse_shapes --shape flux --size 1024x1024 --dtype float32 --method sd --out benchmarks/results
 
 A run's steps are timed one after the other: every second one takes over. In brackets: the least and the greatest ratio
 of a step to the one before it. Next to it stands what the plan says of the whole model.
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(FEW), required=True)
     parser.add_argument("--size", required=True, help="as 832x480, width first")
     parser.add_argument("--method", action="append", help="of the steps that compute everything; several times")
+    parser.add_argument("--cut", action="append", choices=CUTS, help="that is timed; several times, both if not given")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of steps that count")
     chosen = parser.parse_args()
     device = pick_device(chosen.device)
@@ -64,7 +65,7 @@ def main() -> None:
     schedule = timesteps(made, steps)
     results: dict[str, Any] = {"shape": chosen.shape, "size": chosen.size, "blocks": FEW[chosen.shape], "rows": []}
     results["machine"] = describe_machine(device)
-    pairs = list(itertools.product(chosen.method or ["sd", "elfatt-fast"], CUTS))
+    pairs = list(itertools.product(chosen.method or ["sd", "elfatt-fast"], chosen.cut or CUTS))
     with progress_of("runs") as progress:
         for number, (method, cut) in enumerate(pairs):
             progress(chosen.shape, number, len(pairs))

@@ -142,6 +142,10 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     known = PEERS[name].settings
     if unknown := sorted(settings.keys() - known.keys()):
         raise ElfattError(f"setting {unknown[0]!r} of {name} is not known; accepted: {', '.join(known) or 'none'}.")
+    for key, value in settings.items():
+        kinds: Any = {float: (int, float), tuple: (list, tuple)}.get(type(known[key]), type(known[key]))
+        if not isinstance(value, kinds) or ("interval" in key and value < 1):
+            raise ElfattError(f"setting {key}={value!r} of {name} is not accepted; its default is {known[key]!r}.")
 
 
 def packages_of(names: Iterable[str]) -> list[str]:

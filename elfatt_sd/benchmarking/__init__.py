@@ -141,6 +141,8 @@ def fill(module: Any, device: torch.device, dtype: torch.dtype) -> Any:
                 parameter.uniform_(-bound, bound, generator=generator)
             else:
                 parameter.fill_(float(name.endswith("weight")))
+        for buffer in module.buffers():  # of positions, for instance
+            buffer.uniform_(-1, 1, generator=generator) if buffer.is_floating_point() else buffer.zero_()
     return module.requires_grad_(False).eval()
 
 

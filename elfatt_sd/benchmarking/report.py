@@ -98,8 +98,9 @@ class Session:
 
         def warm_one(turn: Turn) -> float:
             taken = timed(warm[turn.name], self._device)
-            if self._device.type != "cpu" and taken < QUICK:
-                repeated[turn.name] = max(1, min(20, round(0.1 / timed(warm[turn.name], self._device))))
+            # the first call may compile
+            if self._device.type != "cpu" and (again := timed(warm[turn.name], self._device)) < QUICK:
+                repeated[turn.name] = max(1, min(20, round(0.1 / again)))
             return taken
 
         tell = functools.partial(self.progress, title(key))

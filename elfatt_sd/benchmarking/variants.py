@@ -85,7 +85,7 @@ def latest_calls(unet: nn.Module) -> list[Call]:
 def repeat_step(unet: nn.Module) -> None:
     """Let the call that now begins take over what an earlier one kept, though it is of the same step."""
     for call in latest_calls(unet):
-        call.memory.repeat_step()
+        call.memory.step = -1  # the next call is the first of its step
 
 
 def forget_residuals(unet: nn.Module) -> None:

@@ -332,7 +332,7 @@ def tune(
     closeness: Annotated[float | None, typer.Option(help="Mean closeness, at least: PSNR in dB, or --metric.")] = None,
     lowest: Annotated[float | None, typer.Option(help="Closeness of the worst of --num-images, at least.")] = None,
     speed: Annotated[float | None, typer.Option(help="Speed, at least: times as fast as untouched.")] = None,
-    memory: Annotated[float | None, typer.Option(help="Peak memory in GiB, at most.")] = None,
+    memory: Annotated[float | None, typer.Option(help="Peak memory of a GPU in GiB, at most.")] = None,
     confidence: Annotated[float, typer.Option(help="With which closeness and speed are promised.")] = 0.9,
     prompts: Annotated[list[str] | None, typer.Option("--prompt", help="Two or more, such as you use.")] = None,
     prompt_file: options.PromptFile = None,

@@ -391,6 +391,7 @@ class Sheet:
         """Return lines with the figures of each pipeline and method."""
         said, found = list[str](), self.by_method()
         for (model, method), rows in found.items():
+            rows = [row for row in rows if not row.fault]
             speed = times_as_fast([ratio for row in rows for ratio in row.ratios], self.busy)
             close = [row.psnr_db for row in rows if math.isfinite(row.psnr_db)]
             if method != UNTOUCHED:

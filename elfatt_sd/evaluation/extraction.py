@@ -131,7 +131,11 @@ def check_exists(source: str) -> None:
 def _folder(folder: Path) -> Source:
     """List the images in a folder and in all below it that can be read, linked ones too, without what is hidden."""
     found, seen = list[tuple[str, Path]](), set[str]()
-    for place, folders, files in os.walk(folder, followlinks=True):
+
+    def stop(error: OSError) -> None:
+        raise ElfattError(f"reference folder {error.filename} cannot be read: {error.strerror}.") from error
+
+    for place, folders, files in os.walk(folder, onerror=stop, followlinks=True):
         real = os.path.realpath(place)
         if real in seen:  # a link may lead back, or several to one folder
             folders.clear()

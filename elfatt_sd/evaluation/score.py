@@ -120,6 +120,8 @@ def score_inputs(protocol: Protocol, extractors: Sequence[Extractor] | None = No
     asked = any(choice.metric == "cmmd" for choice in protocol.metrics)
     if asked and not any(extractor.name == "clip" for extractor in extractors):
         raise ElfattError("metric 'cmmd' needs CLIP's features; give extractors=['clip:DIR'] and a reference.")
+    if asked and protocol.reference.source.endswith(".npz"):
+        raise ElfattError("metric 'cmmd' needs reference images; statistics (.npz) are not enough.")
     metrics = load_metrics(protocol.metrics, network_device(protocol))
     wanted, classes = protocol.reference, _classes(protocol)
     found = {each.distance_name: check_reference(wanted, each, classes)[1] for each in extractors}

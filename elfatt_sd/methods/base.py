@@ -270,16 +270,11 @@ class Attention:
         """Return the names of its settings, and their aliases."""
         return [*(field.name for field in dataclasses.fields(cls)), *cls.aliases]
 
-    @classmethod
-    def known(cls, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of some settings that are its own, by the names of its fields."""
-        own = {field.name for field in dataclasses.fields(cls)}
-        by_alias = {cls.aliases[name]: value for name, value in settings.items() if name in cls.aliases}
-        return by_alias | {name: value for name, value in settings.items() if name in own}
-
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """Return a copy with those of some settings changed that are its own."""
-        changes = self.known(settings)
+        own = {field.name for field in dataclasses.fields(self)}
+        changes = {self.aliases[name]: value for name, value in settings.items() if name in self.aliases}
+        changes |= {name: value for name, value in settings.items() if name in own}
         given = ", ".join(f"{name}={value!r}" for name, value in changes.items()) or "its defaults"
         with in_one_line(f"attention {self.name!r} does not accept {given}"):
             return dataclasses.replace(self, **changes)

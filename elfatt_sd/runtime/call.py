@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from elfatt_sd.attention.merging import Candidates, Matching, Split, find_candidates, match_candidates
 from elfatt_sd.attention.ordering import NO_GRID
@@ -202,7 +203,7 @@ class Repeats:
 
     def remember(self, call: Call, *inputs: Any) -> None:
         """Keep a call for `recall`, as long as the memory of these inputs of it, or of a part of it, is in use."""
-        tensors = [each for each in leaves(inputs) if isinstance(each, Tensor)]
+        tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
         self._known[_key(inputs)] = [StorageWeakRef(each.untyped_storage()) for each in tensors], call  # type: ignore[no-untyped-call]
 
     def recall(self, *inputs: Any) -> Call | None:
@@ -216,17 +217,9 @@ class Repeats:
                 self._known.pop(key, None)  # other threads do the same
 
 
-def leaves(values: Any) -> Iterator[Any]:
-    if not isinstance(values, list | tuple | dict):
-        yield values
-        return
-    for value in values.values() if isinstance(values, dict) else values:
-        yield from leaves(value)
-
-
 def _key(inputs: Any) -> tuple[Any, ...]:
     found = list[Any]()
-    for value in leaves(inputs):
+    for value in tree_leaves(inputs):
         if isinstance(value, Tensor):
             found.append((value.untyped_storage().data_ptr(), int(value.storage_offset()), tuple(value.shape)))
         else:

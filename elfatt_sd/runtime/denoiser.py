@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from elfatt_sd.config import PatchConfig
 from elfatt_sd.devices import refuse_tracing
@@ -29,7 +30,7 @@ from elfatt_sd.methods import Grid
 from elfatt_sd.phases import EXACT, Phase, reused_steps
 from elfatt_sd.runtime import origin_in_words, other_than, warn
 from elfatt_sd.runtime.autotune import Tuner
-from elfatt_sd.runtime.call import Call, LayerCall, Repeats, leaves
+from elfatt_sd.runtime.call import Call, LayerCall, Repeats
 from elfatt_sd.runtime.joint_processor import joint_processor_for
 from elfatt_sd.runtime.layer import (
     Layers,
@@ -229,7 +230,7 @@ class Patch:
         refuse_context_parallel(self.module)  # before the first step, which may well be exact
         given = self._family.call(self.module, args, kwargs)
         learning = torch.is_grad_enabled() or any(
-            getattr(each, "requires_grad", False) for each in leaves([args, kwargs])
+            getattr(each, "requires_grad", False) for each in tree_leaves([args, kwargs])
         )
         scale = named(self.module, args, kwargs).get("conditioning_scale", 1.0)  # 0 outside of a ControlNet's steps
         whole = given.whole or not (any(scale) if isinstance(scale, list) else scale)

@@ -229,15 +229,15 @@ class Memory:
         self._firsts: list[tuple[tuple[int, ...], Tensor]] = []  # calls of this step that measure, and their input
         self._owned: dict[int, Any] = {}  # by id, what is in memory of its own
         self.whole = False  # whether the latest call could take nothing over
-        self._step = -1
+        self.step = -1
         self._calls: Counter[tuple[int, ...]] = Counter()  # of this step, by the shape of their input
 
     def place(self, step: int, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the place of a call among those of its step, and its shape."""
-        if step != self._step:
+        if step != self.step:
             self._calls.clear()
             self._firsts.clear()
-        self._step = step
+        self.step = step
         place = self._calls[shape], *shape
         self._calls[shape] += 1
         return place
@@ -257,7 +257,7 @@ class Memory:
 
     def let_go(self, step: int) -> None:
         """Forget the differences of a denoiser whose last call was before the last step: another one has taken over."""
-        if self._step < step - 1:
+        if self.step < step - 1:
             for held in (self.residuals, self.needs, self.buffers, self._owned, self.history):
                 held.clear()
 
@@ -271,10 +271,6 @@ class Memory:
                     each[key] = value = value if id(value) in self._owned else value.copied()
                     owned[id(value)] = value
         self._owned = owned
-
-    def repeat_step(self) -> None:
-        """Let the next call stand for the first of its step, whatever was called before it."""
-        self._step = -1
 
 
 def copies_of(sample: Tensor) -> int:

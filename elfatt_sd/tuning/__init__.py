@@ -20,7 +20,7 @@ from torch import nn
 
 from elfatt_sd import errors as checks
 from elfatt_sd.config import PatchConfig, method_named
-from elfatt_sd.devices import device_name
+from elfatt_sd.devices import device_name, memory_counters
 from elfatt_sd.drawing.studio import begin_of, check_run, check_steps, own_settings, tell_cut_prompts, versions
 from elfatt_sd.errors import ElfattError, ElfattFailure
 from elfatt_sd.evaluation.prompts import PromptFile, read_prompts
@@ -103,7 +103,7 @@ def tune(
         closeness: wanted mean closeness: PSNR in dB at least, or what `metric` gives. It is kept where the lower
             confidence bound of the mean over images is as close.
         speed: wanted speed: times as fast as the untouched pipeline, likewise by its lower bound.
-        memory: GiB at the peak of an image at most; of the whole process on a CPU.
+        memory: GiB at the peak of an image at most, which a GPU counts.
         lowest: wanted closeness of the worst of `images` images, all of which are then drawn.
         confidence: probability with which a promise holds, above 0.5 and below 1.
         prompts: two or more, such as you use; by default those of the embedded pipelines, or a list of photographs.
@@ -136,6 +136,8 @@ def tune(
     budget = Budget(closeness, speed, memory, lowest, confidence)
     check_run(steps, guidance, seed, height, width)
     check_wanted(budget, metric, prompts, images, frames)
+    if memory is not None and memory_counters(pipe._execution_device) is None:
+        raise ElfattError(f"memory={memory:g} is not accepted; only a GPU counts the memory of an image.")
     if not isinstance(inputs or {}, Mapping):
         raise ElfattError(f"inputs={inputs!r} is not accepted; give a dict.")
     for name in inputs or ():

@@ -48,7 +48,7 @@ class Budget:
     closeness: float | None = field(default=None, metadata=_ANY)
     # times as fast as the untouched pipeline, at least
     speed: float | None = field(default=None, metadata={"low": 1.0, "high": 100.0})
-    # GiB at the peak of an image, at most; of the process on a CPU
+    # GiB at the peak of an image, at most
     memory: float | None = field(default=None, metadata={"high": 10**6})
     # closeness of every image, at least (at most, for a measure of distance)
     lowest: float | None = field(default=None, metadata=_ANY)

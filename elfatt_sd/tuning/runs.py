@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from elfatt_sd.config import PatchConfig
+from elfatt_sd.devices import memory_counters
 from elfatt_sd.drawing.studio import Pixels, Shot, begin_of, dimensions_of, draw, exact_size, guidance_options
 from elfatt_sd.errors import ElfattError, ElfattFailure, is_out_of_memory
 from elfatt_sd.families import step_denoisers
@@ -28,8 +29,6 @@ from elfatt_sd.patch import apply_patch, restored
 from elfatt_sd.plans import input_grid, taken
 from elfatt_sd.runtime.layer import around_forward
 from elfatt_sd.toy import EMBEDDED
-
-_CPU = torch.device("cpu")
 
 
 class Sample(NamedTuple):
@@ -150,6 +149,7 @@ def fingerprint(module: nn.Module) -> str:
         digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
         if weight.device.type != "meta":
             digest.update(str(weight.detach().flatten()[:: max(1, weight.numel() // 8)][:8].float().tolist()).encode())
+    digest.update(str([part.scaling for part in module.modules() if hasattr(part, "scaling")]).encode())  # of LoRAs
     return digest.hexdigest()[:20]
 
 
@@ -160,6 +160,7 @@ class Runs:
         self.pipe = pipe
         self.settings = settings
         self.device = torch.device(pipe._execution_device)
+        self.counts_memory = memory_counters(self.device) is not None
         self._progress = progress
         self._steps_done = 0  # of all runs
         self._stage = ("", 0, 0.0)  # its name, the steps that were done before it, and the images that it draws
@@ -170,8 +171,7 @@ class Runs:
         self._stage = name, self._steps_done, images
 
     def draw(self, sample: Sample, config: PatchConfig | None = None) -> Drawn:
-        shot = self._shot(sample, config)
-        return Drawn(shot.frames, shot.seconds, shot.peak)
+        return self._drawn(self._shot(sample, config))
 
     def draw_recorded(self, sample: Sample) -> Drawn:
         """Draw one image untouched, and keep what the denoiser gives for `draw_from`."""
@@ -179,14 +179,18 @@ class Runs:
         ends: list[int] = []
 
         def keep(compute: Callable[[], Any]) -> Any:
-            outputs.append(_copied(output := compute(), _CPU))
+            outputs.append(_copied(output := compute(), torch.device("cpu")))
             return output
 
         compiled = any(module._compiled_call_impl for module in step_denoisers(self.pipe).values())
         with contextlib.nullcontext() if compiled else self._around(keep):
             shot = self._shot(sample, None, lambda: ends.append(len(outputs)))
         self._recorded[sample] = _Recorded(outputs, ends, shot.pixels)
-        return Drawn(shot.frames, shot.seconds, shot.peak)
+        return self._drawn(shot)
+
+    def _drawn(self, shot: Shot) -> Drawn:
+        """Return an image with its peak of memory; that of a CPU's process is of all that it ran before."""
+        return Drawn(shot.frames, shot.seconds, shot.peak if self.counts_memory else None)
 
     def draw_from(self, step: int, sample: Sample, config: PatchConfig | None) -> Shot:
         """Draw an image with a patch that is exact before a step; what is known until then is not computed.
@@ -256,8 +260,8 @@ class Runs:
                 if not is_out_of_memory(error):
                     raise
                 raise ElfattFailure(
-                    "memory ran out while an image was drawn; give a smaller height and width, or memory=GiB, with "
-                    "which steps share nothing."
+                    "memory ran out while an image was drawn; give a smaller height and width, or on a GPU memory=GiB, "
+                    "with which steps share nothing."
                 ) from error
         if shot.fault:
             raise ElfattError(f"the image of {sample.prompt!r}, seed {sample.seed}, {shot.fault}.")

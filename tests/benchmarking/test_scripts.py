@@ -254,12 +254,12 @@ def test_the_next_minutes_on_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(graphs.CAPTURES, "cpu", Recorded)
     monkeypatch.setattr(gpu_next.Next, "tune", lambda self: 1 / 0)
     monkeypatch.setattr(gpu_next.Next, "tests", lambda self: time.sleep(60))
-    monkeypatch.setattr(gpu_next, "LIMIT", 0.5)  # of that part
+    monkeypatch.setattr(gpu_next, "TESTS", 0.5)
     gpu_next.main()
     results = json.loads((tmp_path / "gpu_next.json").read_text())
     assert {name: error.split(":")[0] for name, error in results["errors"].items()} == {
         "tune": "ZeroDivisionError",
-        "tests": "OutOfTime",
+        "tests": "TimeoutError",
     }
     assert "1 / 0" in results["tracebacks"]["tune"] and "time.sleep" in results["tracebacks"]["tests"]
     assert sorted(results["parts"]) == sorted(names) and results["seconds"]["all"] > 0
