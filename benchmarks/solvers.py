@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--images", type=int, default=8)
     parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=SOLVERS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="to take over, each in quotes")
     given = parser.parse_args()
     pipe = elfatt_sd.load_pipeline("toy")
     pipe.set_progress_bar_config(disable=True)
@@ -91,12 +92,12 @@ def main() -> None:
     with progress_of("solvers") as progress:
         for number, solver in enumerate(given.solvers):
             pipe.scheduler, untouched = make_scheduler(solver, own), None
-            for name, way in WAYS.items():
+            for name in given.ways:
                 path = given.out / f"{solver}-{name.replace(' ', '-').replace(',', '')}.json"
                 if not path.exists() or len(json.loads(path.read_text(encoding="utf-8"))) != given.images:
                     progress(f"{solver}, {name}", number, len(given.solvers))
                     untouched = untouched or list(images(pipe, given.images, None))
-                    drawn = images(pipe, given.images, way)
+                    drawn = images(pipe, given.images, WAYS[name])
                     write_json(path, [*map(psnr, untouched, drawn)])
                 found.setdefault(name, {})[solver] = json.loads(path.read_text(encoding="utf-8"))
     print("|", " | ".join(["taken over in every 2nd step from the ninth to the last four", *given.solvers]), "|")
