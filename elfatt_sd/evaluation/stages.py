@@ -73,8 +73,7 @@ def first_checks(protocol: Protocol, *, scored: bool = True) -> Iterator[Callabl
     yield lambda: pick_dtype(protocol.dtype, pick_device(protocol.device))
     yield lambda: check_model(protocol.model, variant=protocol.variant or None)
     if scored:
-        if protocol.extractors:
-            yield prompts
+        yield prompts
         yield lambda: need("an evaluation", "torchmetrics", *REPORT, *packages_of(protocol.peers))
         yield weights
         if protocol.extractors:
