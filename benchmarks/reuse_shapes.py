@@ -53,18 +53,21 @@ def main() -> None:
     parser.add_argument("--size", required=True, help="as 832x480, width first")
     parser.add_argument("--method", action="append", help="of the steps that compute everything; several times")
     parser.add_argument("--cut", action="append", choices=CUTS, help="that is timed; several times, both if not given")
+    parser.add_argument("--latent-frames", type=int, help="of a video; the model's own if not given")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of steps that count")
     chosen = parser.parse_args()
     device = pick_device(chosen.device)
     SHAPES["few"] = dataclasses.replace(SHAPES[chosen.shape], few=FEW[chosen.shape])
     made = make_model("few", device, pick_dtype(chosen.dtype, device))
-    inputs, whole = made.inputs(chosen.size, 1), empty_model(SHAPES[chosen.shape])
-    family, (height, width) = family_of(made.unet), height_and_width(chosen.size)
-    grid = family.grid(made.unet, Grid(family.latent(made.unet).frames, height // made.scale, width // made.scale))
+    whole, family = empty_model(SHAPES[chosen.shape]), family_of(made.unet)
+    height, width = height_and_width(chosen.size)
+    frames, parameter = chosen.latent_frames or family.latent(made.unet).frames, next(made.unet.parameters())
+    grid = family.grid(made.unet, Grid(frames, height // made.scale, width // made.scale))
+    inputs = family.arguments(made.unet, grid, 1, lambda *sizes: torch.randn(sizes).to(parameter))
     steps = 2 * chosen.repeats + 3
     schedule = timesteps(made, steps)
-    results: dict[str, Any] = {"shape": chosen.shape, "size": chosen.size, "blocks": FEW[chosen.shape], "rows": []}
-    results["machine"] = describe_machine(device)
+    results: dict[str, Any] = {"shape": chosen.shape, "size": chosen.size, "frames": frames}
+    results |= {"blocks": FEW[chosen.shape], "rows": [], "machine": describe_machine(device)}
     pairs = list(itertools.product(chosen.method or ["sd", "elfatt-fast"], chosen.cut or CUTS))
     with progress_of("runs") as progress:
         for number, (method, cut) in enumerate(pairs):
