@@ -78,9 +78,11 @@ def main() -> None:
             taking = [step for step, each in enumerate(reused_steps(reuse, steps)) if each][-chosen.repeats :]
             ratio = Spread.over(times[step - 1] / times[step] for step in taking)
             row = {"method": method, "cut": cut, "seconds": times, "taking": taking, "ratio": ratio._asdict()}
+            row["these_blocks"] = [Blueprint.of(made.unet).taking_over(grid, each) for each in ("", cut)]
             row["whole_model"] = [Blueprint.of(whole).taking_over(grid, each) for each in ("", cut)]
             results["rows"].append(row)
-            print(f"{method}, {cut}: {ratio.words()}, multiply-adds and values kept: {row['whole_model']}", flush=True)
+            counts = f"of these blocks {row['these_blocks']}, of all {row['whole_model']}"
+            print(f"{method}, {cut}: {ratio.words()}, multiply-adds and values kept: {counts}", flush=True)
             if chosen.out:
                 write_json(chosen.out / f"{chosen.name or f'reuse-{chosen.shape}'}.json", results)
 

@@ -84,7 +84,7 @@ def test_what_is_refused(pipe: Any, flux: Any, monkeypatch: pytest.MonkeyPatch) 
     gone = dataclasses.replace(optional.PACKAGES["DeepCache"], module="no_such_module")
     monkeypatch.setitem(optional.PACKAGES, "DeepCache", gone)
     refused: list[tuple[Any, str, dict[str, Any], str]] = [
-        (pipe, "turbo", {}, "peer='turbo' is not"),
+        (pipe, "deepcache", {"cache_interval": "2"}, "setting cache_interval='2' of deepcache is not accepted; its d"),
         (pipe, "deepcache", {"interval": 2}, "setting 'interval' of deepcache is not known; accepted: cache_int"),
         (pipe, "deepcache", {}, r"needs DeepCache.*\[peers\]"),
         (pipe, "taylorseer", {}, "taylorseer speeds up pipelines with a transformer; Stable.* has a unet"),

@@ -182,7 +182,7 @@ def fingerprint(denoiser: nn.Module) -> str:
         if weight.device.type == "meta":
             return ""
         some = weight.detach().flatten()[:: max(1, weight.numel() // 8)][:8]
-        name = re.sub(r"(\.lora_[AB])\.\w+", r"\1", name)  # without what somebody has called it
+        name = re.sub(r"(\.lora_\w+)\.[^.]+", r"\1", name)  # without what somebody has called it
         digest.update(f"{name}{tuple(weight.shape)}{torch.signbit(some.float()).tolist()}".encode())
     loras = [part for part in module.modules() if isinstance(getattr(part, "scaling", None), dict)]
     scales = [part.scaling.get(name) for part in loras for name in part.active_adapters]
